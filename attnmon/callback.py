@@ -1,0 +1,367 @@
+"""The monitor as a Lightning callback: hooks, loggers, checkpoints. The only module that imports Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from attnmon.alerts import AlertRules
+from attnmon.dashboard import custom_scalars_layout
+from attnmon.monitor import Monitor, MonitorOptions
+from attnmon.probe import call_model, undisturbed
+from attnmon.snapshot import Snapshot
+from attnmon.tensorboard import write_pictures
+
+__all__ = ["AttentionMonitor"]
+
+
+class AttentionMonitor(pl.Callback):
+    """Monitors the attention heads of a model while Lightning trains it.
+
+    On each sampled optimizer step the query and key of every attention module are read as the training batch passes;
+    figures of a sample of rows go to every logger of the Trainer, and heads that saturate, collapse or overflow raise
+    an `AttentionSaturationWarning`. On all other steps nothing is attached to the model.
+
+    Logged keys (``layer_03`` is the fourth attention module in call order; ``prefix`` replaces ``attn``):
+
+    ====================================== ====================== ===============================================
+    key                                    unit                   what
+    ====================================== ====================== ===============================================
+    ``attn/entropy/layer_03``              nats                   entropy of the weights, mean over heads and rows
+    ``attn/entropy/normalized/...``        H / log n, 0 to 1      the same, comparable between lengths
+    ``attn/entropy/effective_keys/...``    keys                   exp(H)
+    ``attn/entropy/active_share/...``      share of the context   exp(H) / n, rows with n >= 64 (with ``alerts``)
+    ``attn/separability/top_10/...``       share, 0 to 1          Ns/N: selected keys that can be told apart
+    ``attn/distance/top_10/...``           vector norm            distance of the rest from the selected sum
+    ``attn/distance/expected_top_10/...``  vector norm            the same, expected for a random set (as printed)
+    ``attn/jacobian/temperature_1.0/...``  1 / raw score          spectral norm of the softmax Jacobian
+    ``attn/logits/spread/...``             1                      standard deviation of the scaled scores of a row
+    ``attn/logits/max/...``                1                      largest absolute scaled score of a row
+    ``attn/logits/first_key_weight/...``   weight, 0 to 1         weight of the first visible key (attention sink)
+    ``attn/warnings/<rule>``               heads                  heads under alarm; as text: the message
+    ====================================== ====================== ===============================================
+
+    With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). TensorBoard gets one layer x
+    head image per quantity and an arranged "Custom Scalars" page as well. One sample of 12 layers writes about 300
+    scalars and 25 images.
+
+    Args:
+        every_n_steps: Optimizer steps between two samples; step 0 is sampled.
+        source: ``"train"`` reads the training batch as it passes, no extra forward; ``"probe"`` runs a fixed
+            validation batch before each sampled step, in eval mode under ``no_grad``, so that figures of different
+            steps compare like with like. It costs one such forward.
+        rows: Query positions looked at per sequence, stratified over position, or ``"all"``. The standard error falls
+            with the square root of the number of rows.
+        sequences: Most sequences of a batch that are looked at, drawn at random.
+        tokens: ``"valid"`` looks at all tokens that are not padding; ``"labelled"`` at those whose label is not -100.
+        top_n: Sizes N of the selected set, for separability and distance.
+        temperatures: Temperatures of the Jacobian norms as multiples of the model's own; 1.0 is always measured.
+        epsilons: Perturbation sizes of the finite-difference sensitivity (measured on request).
+        vectors: What the keys carry: the head's ``"value"`` vectors, the ``"hidden"`` input of the attention module,
+            or the token ``"embedding"``.
+        normalize_vectors: Whether these are L2-normalised. None: embeddings are, the others are not.
+        quantities: What is measured: names, ``"default"``, ``"all"``; see `attnmon.quantities`. None: the default.
+        layers: Layers to measure: numbers, or module paths with ``*`` as wildcard. None: all.
+        alerts: Whether the rules judge each sample.
+        rules: The rules and their numbers; None: `attnmon.alerts.AlertRules()`.
+        patience: Samples in a row that a change has to last before a warning.
+        strict: Raise errors of the monitor itself, instead of one warning and a run that goes on without it.
+        seed: Of the draws of sequences and rows, which leave every global random state alone.
+        prefix: First part of each key. Two monitors of one Trainer need different ones.
+        per_head: Logs a scalar per head beside the mean per layer.
+        images: Draws the layer x head images for TensorBoard.
+        layout: Arranges TensorBoard's "Custom Scalars" page; False if the run has a layout of its own.
+        validation_batches: How many batches of each validation are looked at; logged once per validation under
+            ``<prefix>_val/``. 0: none.
+
+    Attributes:
+        latest: The newest `Snapshot` of the source, None before the first.
+        latest_validation: The newest one of a validation.
+
+    Raises:
+        ValueError: An argument is out of range (here), or the model has no attention that can be found (in `setup`).
+        MisconfigurationException: The Trainer lacks what the arguments need (in `setup` or at the first sample).
+
+    Example:
+        >>> from attnmon import AttentionMonitor
+        >>> monitor = AttentionMonitor(every_n_steps=100, top_n=(5, 10))
+        >>> monitor.latest is None
+        True
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        source: Literal["train", "probe"] = "train",
+        rows: int | Literal["all"] = 64,
+        sequences: int = 4,
+        tokens: Literal["valid", "labelled"] = "valid",
+        top_n: Sequence[int] = (1, 5, 10, 20),
+        temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0),
+        epsilons: Sequence[float] = (0.1,),
+        vectors: Literal["value", "hidden", "embedding"] = "value",
+        normalize_vectors: bool | None = None,
+        quantities: Sequence[str] | None = None,
+        layers: Sequence[int | str] | None = None,
+        alerts: bool = True,
+        rules: AlertRules | None = None,
+        patience: int = 3,
+        strict: bool = False,
+        seed: int = 0,
+        prefix: str = "attn",
+        per_head: bool = False,
+        images: bool = True,
+        layout: bool = True,
+        validation_batches: int = 0,
+    ) -> None:
+        if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
+            raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
+        if isinstance(validation_batches, bool) or not isinstance(validation_batches, int) or validation_batches < 0:
+            raise ValueError(f"Expected `validation_batches` to be a whole number >= 0, but got {validation_batches!r}.")
+        self._options = MonitorOptions(
+            every_n_steps=every_n_steps,
+            source=source,
+            rows=rows,
+            sequences=sequences,
+            tokens=tokens,
+            top_n=tuple(top_n),
+            temperatures=tuple(temperatures),
+            epsilons=tuple(epsilons),
+            vectors=vectors,
+            normalize_vectors=normalize_vectors,
+            quantities=quantities,
+            layers=layers,
+            alerts=alerts,
+            rules=rules,
+            patience=patience,
+            strict=strict,
+            seed=seed,
+        )
+        self.prefix = prefix
+        self.per_head = per_head
+        self.images = images
+        self.layout = layout
+        self.validation_batches = validation_batches
+        self.latest_validation: Snapshot | None = None
+        self._monitor = Monitor(self._options)
+        self._restored = False
+        self._step = 0  # batches that stepped, as pl_module.log counts them
+        self._stepped = False  # whether the batch that ended last did
+        self._sampled_step: int | None = None
+        self._probe_batch: Any = None
+        self._laid_out: set[str] = set()
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The newest Snapshot of the source, None before the first."""
+        return self._monitor.latest
+
+    @property
+    def state_key(self) -> str:
+        """Two monitors of one Trainer keep their state apart by their prefix; a new cadence keeps the old state."""
+        return self._generate_state_key(prefix=self.prefix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to sample, number, warn and log as the unbroken one."""
+        return {"step": self._next_step(), "monitor": self._monitor.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self._step, self._stepped = state_dict["step"], False
+        self._monitor.load_state_dict(state_dict["monitor"])
+        self._restored = True
+
+    def _next_step(self) -> int:
+        return self._step + self._stepped
+
+    # -- set-up and end -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Finds the model's attention, or says what was looked for and what was found."""
+        if stage not in ("fit", "validate"):
+            return
+        self._laid_out = set()
+        if stage == "fit" and not self._restored and trainer.global_step == 0:
+            self._monitor = Monitor(self._options)  # a new run: nothing is left of an earlier one
+            self._sampled_step = None
+        try:
+            self._monitor.bind(pl_module)
+        except ValueError:
+            # A model that `configure_model` makes is not there yet: on_train_start looks again.
+            if type(pl_module).configure_model is pl.LightningModule.configure_model:
+                raise
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes up the step count of the run."""
+        self._monitor.bind(pl_module)
+        if not self._restored:
+            optimizers = max(1, len(trainer.optimizers))
+            self._step, self._stepped = trainer.global_step // optimizers, False
+        self._restored = False
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the model as it was found: Lightning calls no teardown after an error."""
+        self._monitor.unbind()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leaves the model as it was found."""
+        self._monitor.unbind()
+        self._probe_batch = None
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Attaches for the first batch of a sampled optimizer step, or runs the probe."""
+        self._step, self._stepped = self._next_step(), False
+        if self._step == self._sampled_step or not self._monitor.due(self._step):
+            return
+        self._sampled_step = self._step
+        if self._options.source == "probe":
+            snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
+            self._log(trainer, snapshot, self.prefix)
+            return
+        window = self._monitor.open(self._step)
+        if window is not None and isinstance(batch, Mapping):
+            window.set_tokens(_two_dimensional(batch.get("attention_mask")), _two_dimensional(batch.get("labels")))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Detaches and logs, at the step that ``pl_module.log`` uses for this batch."""
+        if self._monitor.is_open:
+            self._log(trainer, self._monitor.close(self._step), self.prefix)
+        # The step count moves on when the next batch starts: a validation in between belongs to this step.
+        self._stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+    # -- validation ---------------------------------------------------------------------------------------------
+
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Attaches for the first batches of a validation."""
+        if trainer.sanity_checking or dataloader_idx > 0 or batch_idx >= self.validation_batches:
+            return
+        if self._monitor.failed:
+            return
+        if batch_idx == 0:
+            self._monitor.open(self._step, "validation")
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Detaches after the last of them."""
+        if dataloader_idx == 0 and batch_idx + 1 >= self.validation_batches:
+            self._monitor.detach()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs once per validation."""
+        if self._monitor.is_open and not trainer.sanity_checking:
+            snapshot = self._monitor.close(self._step, "validation")
+            if snapshot is not None:
+                self.latest_validation = snapshot
+            self._log(trainer, snapshot, f"{self.prefix}_val")
+
+    # -- the probe ----------------------------------------------------------------------------------------------
+
+    def run_probe(self, pl_module: pl.LightningModule, batch: Any) -> None:
+        """Runs the model on the probe batch. Override it where the model takes its batches in a way of its own.
+
+        Called with the batch on the module's device, in eval mode, under ``no_grad`` and the Trainer's precision. As
+        it stands it calls the module's ``forward``, or its only child if it has none.
+        """
+        call_model(_probe_target(pl_module), batch)
+
+    def _prepare_probe(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Callable[[], None]:
+        if self._probe_batch is None:
+            with undisturbed(pl_module):
+                batch = _first_validation_batch(trainer, pl_module)
+            if batch is None:
+                raise MisconfigurationException(
+                    "Expected the Trainer to have validation data for source='probe', but got none. Pass a "
+                    "validation dataloader, or use source='train'."
+                )
+            if type(self).run_probe is AttentionMonitor.run_probe:
+                _probe_target(pl_module)
+            self._probe_batch = trainer.strategy.batch_to_device(batch, pl_module.device)
+
+        def run() -> None:
+            with undisturbed(pl_module), trainer.precision_plugin.forward_context():
+                self.run_probe(pl_module, self._probe_batch)
+
+        return run
+
+    # -- loggers ------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: pl.Trainer, snapshot: Snapshot | None, prefix: str) -> None:
+        if snapshot is not None and trainer.is_global_zero:
+            self._monitor.guarded(lambda: self._write(trainer, snapshot, prefix))
+
+    def _write(self, trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
+        scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=snapshot.step)
+            if isinstance(logger, TensorBoardLogger):
+                self._write_layout(trainer, logger)
+                write_pictures(logger.experiment, snapshot, images=self.images, prefix=prefix)
+
+    def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
+        """The "Custom Scalars" page of a log directory, for all monitors of the Trainer: the last one written counts."""
+        monitors = [c for c in trainer.callbacks if isinstance(c, AttentionMonitor)]  # type: ignore[attr-defined]
+        if monitors[0] is not self or not self.layout or logger.log_dir in self._laid_out:
+            return
+        self._laid_out.add(logger.log_dir)
+        layout: dict[str, Any] = {}
+        for monitor in monitors:
+            names = [column.name for column in monitor._options.columns()]
+            for prefix in (monitor.prefix, f"{monitor.prefix}_val")[: 1 + bool(monitor.validation_batches)]:
+                for category, charts in custom_scalars_layout(names, prefix=prefix).items():
+                    layout[category if prefix == "attn" else f"{category} ({prefix})"] = charts
+        logger.experiment.add_custom_scalars(layout)
+
+
+def _probe_target(pl_module: pl.LightningModule) -> nn.Module:
+    if type(pl_module).forward is not pl.LightningModule.forward:
+        return pl_module
+    children = [child for child in pl_module.children() if next(child.parameters(), None) is not None]
+    if len(children) != 1:
+        raise MisconfigurationException(
+            "Expected the LightningModule to have a forward, or one child module to run instead, for source='probe', "
+            f"but {type(pl_module).__name__} has no forward and {len(children)} children with parameters. Define "
+            "forward, or override AttentionMonitor.run_probe."
+        )
+    return children[0]
+
+
+def _first_validation_batch(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+    loaders = trainer.val_dataloaders
+    if loaders is None:  # validation was not set up yet
+        for owner in (getattr(trainer, "datamodule", None), pl_module):
+            if owner is not None and is_overridden("val_dataloader", owner):
+                loaders = owner.val_dataloader()
+                break
+    while isinstance(loaders, list | tuple | Mapping) and len(loaders):
+        loaders = next(iter(loaders.values() if isinstance(loaders, Mapping) else loaders))
+    return None if loaders is None else next(iter(loaders), None)
+
+
+def _two_dimensional(tensor: Any) -> Tensor | None:
+    return tensor if isinstance(tensor, Tensor) and tensor.dim() == 2 else None

@@ -1,0 +1,256 @@
+"""Attaching to a model: everything that is put on it, and taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from attnmon.capture import _state, huggingface, multihead, sdpa
+from attnmon.capture.context import Context, padding_of_mask
+from attnmon.capture.discovery import compiled_roots, named_layers, site_kind, unsupported_kernels
+from attnmon.types import AttentionCall
+
+__all__ = ["Attachment", "attach"]
+
+_EXTRAS = frozenset({"hidden", "embedding", "labels"})
+_COMPILED = (
+    "it is part of a module that torch.compile has been applied to; run the measured step under "
+    "torch.compiler.set_stance('force_eager'), entered before attaching"
+)
+
+
+class Take:
+    """Keeps the chosen sequences of a tensor whose first dimension is the batch; detaches it in any case."""
+
+    def __init__(self, batch: int, index: Tensor | None) -> None:
+        self.batch = batch
+        self.index = index
+
+    @property
+    def size(self) -> int:
+        """Number of sequences that are kept."""
+        return self.batch if self.index is None else self.index.numel()
+
+    def __call__(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """The kept part of `tensor`; a tensor without a batch dimension of the call's size is returned whole."""
+        tensor = tensor.detach()
+        if self.index is None or tensor.shape[dim] != self.batch:
+            return tensor
+        return tensor.index_select(dim, self.index.to(tensor.device, non_blocking=True))
+
+
+class Attachment:
+    """Capture in force on one model, from `attach` until `detach`; usable as a context manager.
+
+    Forward passes have to run in the thread that attached. Parts that run compiled are left alone, and reported to
+    `on_skip` (see `attnmon.capture.compiled_modules`).
+
+    Attributes:
+        paused: While True, calls pass through unread.
+        tokens: ``(valid, labels)``, each ``(batch, length)`` or None: what the next calls' positions are, taking
+            precedence over what was found in the arguments of the model. None to go back to that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_call: Callable[[AttentionCall], None],
+        on_skip: Callable[[str, str], None],
+        *,
+        context: frozenset[str],
+        select: Callable[[int], Tensor | None] | None,
+    ) -> None:
+        self.paused = False
+        everything = named_layers(model)
+        roots = compiled_roots(model)
+        compiled = {part for root in roots for part in root.modules()}
+        # Nothing is put on modules that run compiled: hooks there would not fire, or would recompile the model.
+        self.layers = {module: layer for module, layer in everything.items() if module not in compiled}
+        self._on_call = on_call
+        self._on_skip = on_skip
+        self._select = select
+        self._skipped: set[str] = set()
+        self._lengths: dict[str, tuple[int, int]] = {}
+        self._undo: list[Callable[[], None]] = []
+        hidden = [layer for module, layer in everything.items() if module in compiled and site_kind(module) is not None]
+        kinds = {module: site_kind(module) for module in self.layers}
+        sites = {kind: [m for m, k in kinds.items() if k == kind] for kind in ("huggingface", "multihead", "sdpa")}
+        try:
+            self._context = Context(self.layers, context)
+            self._undo.append(self._context.close)
+            if sites["huggingface"]:
+                self._undo.append(huggingface.install(sites["huggingface"]))
+            self._undo.append(multihead.install(self.layers, sites["multihead"]))
+            # The mode costs a little on every torch function, and changes which kernels torch's own modules take.
+            found = sites["huggingface"] or sites["multihead"] or hidden
+            if sites["sdpa"] or (self.layers and not found):
+                self._undo.append(sdpa.install(roots))
+            _state.ACTIVE.append(self)
+            for layer in hidden:
+                self.skip(layer, _COMPILED)
+            for layer, reason in huggingface.bypassing(self.layers):
+                self.skip(layer, reason)
+            for layer, kernel in unsupported_kernels(model).items():
+                self.skip(layer, f"calls `{kernel}`, whose masks and weights cannot be read from outside")
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
+        """``(valid, labels)`` set from outside, or None."""
+        return self._context.tokens
+
+    @tokens.setter
+    def tokens(self, value: tuple[Tensor | None, Tensor | None] | None) -> None:
+        self._context.tokens = value
+
+    def detach(self) -> None:
+        """Take everything off the model again; does nothing the second time."""
+        if self in _state.ACTIVE:
+            _state.ACTIVE.remove(self)
+        while self._undo:
+            self._undo.pop()()
+        self.layers = {}
+        self._lengths.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def skip(self, layer: str, reason: str) -> None:
+        """Report, once per layer, why its calls are not captured."""
+        if layer not in self._skipped:
+            self._skipped.add(layer)
+            self._on_skip(layer, reason)
+
+    def deliver(
+        self,
+        module: nn.Module,
+        sizes: tuple[int, int, int],
+        build: Callable[[str, Take], AttentionCall | str],
+        *,
+        crosses: bool = False,
+    ) -> None:
+        """Bring one call to its normal form and hand it on.
+
+        Args:
+            module: The module that attends.
+            sizes: ``(batch, q_len, kv_len)`` of the call.
+            build: Makes the call from the layer's name and the choice of sequences, or says why it can't.
+            crosses: Whether queries and keys are known to come from different sequences.
+        """
+        layer = self.layers[module]
+        batch, q_len, kv_len = sizes
+        if batch == 0 or q_len == 0 or kv_len == 0 or self._is_decode_step(layer, q_len, kv_len):
+            return
+        with _state.busy(), torch.no_grad():
+            index = self._select(batch) if self._select is not None else None
+            take = Take(batch, index)
+            call = build(layer, take)
+            if isinstance(call, str):
+                self.skip(layer, call)
+                return
+            if call.unexplained and call.output is None:
+                named = ", ".join(f"`{name}`" for name in call.unexplained)
+                self.skip(
+                    layer,
+                    f"its attention may depend on {named}, and there is no output free of dropout to check that with",
+                )
+                return
+            call = self._surround(module, layer, call, take, sizes, crosses)
+        with _state.busy():
+            self._on_call(call)
+
+    def _surround(
+        self,
+        module: nn.Module,
+        layer: str,
+        call: AttentionCall,
+        take: Take,
+        sizes: tuple[int, int, int],
+        crosses: bool,
+    ) -> AttentionCall:
+        """Add what the context knows to a call."""
+        batch, q_len, kv_len = sizes
+        crosses = crosses or looks_crossed(module, layer)
+        causal = call.causal_offset is not None or bool(getattr(module, "is_causal", False))
+        fields: dict[str, Tensor | None] = {}
+        if call.valid is None:
+            valid = self._context.valid(batch, q_len, kv_len, cached=causal and not crosses)
+            if valid is not None:
+                fields["valid"] = take(valid)
+            elif q_len == kv_len and not crosses and call.query.shape[2] == call.key.shape[2]:
+                fields["valid"] = padding_of_mask(call.attn_mask, take.size, q_len)
+        labels = self._context.labels(layer, batch, q_len)
+        if labels is not None:
+            fields["labels"] = take(labels)
+        if "hidden" in self._context.extras and call.hidden is None:
+            hidden = self._context.hidden(module, batch, call.key.shape[2])
+            fields["hidden"] = None if hidden is None else take(hidden)
+        if "embedding" in self._context.extras:
+            embedding = self._context.embedding(batch, call.key.shape[2])
+            fields["embedding"] = None if embedding is None else take(embedding)
+        return replace(call, **fields) if fields else call  # type: ignore[arg-type]
+
+    def _is_decode_step(self, layer: str, q_len: int, kv_len: int) -> bool:
+        """Whether a single query continues a sequence that this module has begun: generation with a cache."""
+        before = self._lengths.get(layer)
+        self._lengths[layer] = (q_len, kv_len)
+        if q_len != 1 or before is None:
+            return False
+        decoding = before[0] > 1 or kv_len == before[1] + 1
+        if decoding:
+            self._lengths[layer] = (max(before[0], 1), kv_len)
+        return decoding
+
+
+def looks_crossed(module: nn.Module, layer: str) -> bool:
+    """Whether a module says of itself that it attends from one sequence to another."""
+    if getattr(module, "is_cross_attention", False) is True:
+        return True
+    name = (layer.rpartition(".")[2] + " " + type(module).__name__).lower()
+    return any(word in name for word in ("cross", "encdec", "encoder_attn", "multihead_attn"))
+
+
+def attach(
+    model: nn.Module,
+    on_call: Callable[[AttentionCall], None],
+    on_skip: Callable[[str, str], None],
+    *,
+    context: frozenset[str] = frozenset(),
+    select: Callable[[int], Tensor | None] | None = None,
+) -> Attachment:
+    """Start capturing the attention calls that the modules of `model` make.
+
+    What the model computes stays the same to the last bit, and `Attachment.detach` leaves it as it was found.
+
+    Args:
+        model: Any module, wrapped or not.
+        on_call: Receives each call in its normal form; what it raises goes to whoever runs the model.
+        on_skip: Receives ``(layer, reason)``, once per layer, where calls cannot be captured.
+        context: What to collect besides the call: any of ``"hidden"``, ``"embedding"``, ``"labels"``.
+        select: Given the number of sequences of a call, the indices of those to keep (1-D, int64, on the CPU), or
+            None for all. Every tensor of the call then holds these sequences only.
+
+    Returns:
+        The attachment, in force.
+
+    Raises:
+        ValueError: `context` names something else.
+    """
+    unknown = frozenset(context) - _EXTRAS
+    if unknown:
+        raise ValueError(
+            f"Expected `context` to name some of {sorted(_EXTRAS)}, but got {sorted(unknown)}. Drop the others."
+        )
+    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select)

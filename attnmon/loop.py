@@ -1,0 +1,228 @@
+"""A monitor for a plain training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import nn
+
+from attnmon.alerts import AlertRules
+from attnmon.monitor import Monitor, MonitorOptions
+from attnmon.probe import call_model, to_device, undisturbed
+from attnmon.snapshot import Snapshot
+from attnmon.tensorboard import write_layout, write_snapshot
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Watch", "watch"]
+
+
+class Watch:
+    """A monitor attached to a plain loop; made by `watch`, used as a context manager.
+
+    Attributes:
+        latest: The newest Snapshot, None before the first.
+        step_count: Number of optimizer steps made.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: MonitorOptions, probe: Any, writer: SummaryWriter | None, per_head: bool
+    ) -> None:
+        if options.source == "probe" and probe is None:
+            raise ValueError(
+                "Expected `probe` to be a batch or a function that runs the model when source='probe', but got None."
+            )
+        self._monitor = Monitor(options)
+        self._monitor.bind(model)
+        self._model = model
+        self._options = options
+        self._probe = probe
+        self._writer = writer
+        self._per_head = per_head
+        self._layout_written = False
+        self._active = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.step_count = 0
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The newest Snapshot, None before the first."""
+        return self._monitor.latest
+
+    def __enter__(self) -> Self:
+        self._active = True
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the model as it was found. Called by ``with``; may be called again."""
+        self._active = False
+        self._remove_hooks()
+        self._monitor.abort()
+
+    def step(self) -> Snapshot | None:
+        """To be called once after each optimizer step.
+
+        Returns:
+            The Snapshot of the step that was just made if that was a sampled one, else None. With
+            ``source="probe"``: that of the parameters as they are now, if the coming step is a sampled one.
+        """
+        if not self._active:
+            raise RuntimeError("Expected `step()` to be called inside `with watch(model) as monitor:`.")
+        self._remove_hooks()
+        snapshot = self._monitor.close(self.step_count) if self._monitor.is_open else None
+        self._record(snapshot)
+        self.step_count += 1
+        return self._begin() or snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, layer numbers and the rules' memory: save it beside the model's."""
+        return {"step_count": self.step_count, "monitor": self._monitor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`; before or after entering ``with``."""
+        self._monitor.load_state_dict(state["monitor"])
+        self.step_count = state["step_count"]
+        if self._active:
+            self._remove_hooks()
+            self._monitor.abort()
+            self._begin()
+
+    def _begin(self) -> Snapshot | None:
+        if not self._monitor.due(self.step_count):
+            return None
+        if self._options.source == "probe":
+            snapshot = self._monitor.sample(self.step_count, "probe", self._run_probe)
+            self._record(snapshot)
+            return snapshot
+        window = self._monitor.open(self.step_count)
+        if window is None:
+            return None
+
+        # The first training pass of the step is read; evaluation in between and further micro-batches are not.
+        def before(*_: object) -> None:
+            window.paused = bool(window.sums) or not torch.is_grad_enabled()
+
+        def after(*_: object) -> None:
+            window.paused = bool(window.sums)
+
+        self._hooks = [
+            self._model.register_forward_pre_hook(before),
+            self._model.register_forward_hook(after, always_call=True),
+        ]
+        return None
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _run_probe(self) -> None:
+        with undisturbed(self._model):
+            if callable(self._probe):
+                self._probe(self._model)
+            else:
+                device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+                call_model(self._model, to_device(self._probe, device))
+
+    def _record(self, snapshot: Snapshot | None) -> None:
+        if snapshot is None or self._writer is None:
+            return
+
+        def write() -> None:
+            assert self._writer is not None
+            if not self._layout_written:
+                write_layout(self._writer, snapshot)
+                self._layout_written = True
+            write_snapshot(self._writer, snapshot, per_head=self._per_head)
+
+        self._monitor.guarded(write)
+
+
+def watch(
+    model: nn.Module,
+    every_n_steps: int = 50,
+    *,
+    source: Literal["train", "probe"] = "train",
+    probe: Any | Callable[[nn.Module], object] = None,
+    rows: int | Literal["all"] = 64,
+    sequences: int = 4,
+    tokens: Literal["valid", "labelled"] = "valid",
+    top_n: Sequence[int] = (1, 5, 10, 20),
+    temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0),
+    epsilons: Sequence[float] = (0.1,),
+    vectors: Literal["value", "hidden", "embedding"] = "value",
+    normalize_vectors: bool | None = None,
+    quantities: Sequence[str] | None = None,
+    layers: Sequence[int | str] | None = None,
+    alerts: bool = True,
+    rules: AlertRules | None = None,
+    patience: int = 3,
+    strict: bool = False,
+    seed: int = 0,
+    writer: SummaryWriter | None = None,
+    per_head: bool = False,
+) -> Watch:
+    """Watches the attention heads of a model in a plain PyTorch loop.
+
+    On a sampled step the first forward pass of ``model`` with gradients enabled is read as it passes; on all others
+    nothing is attached. Steps are counted from 0, and step 0 is sampled.
+
+    Args:
+        model: The model that the loop calls. Wrapped models (DDP, ``fully_shard``) are passed as they are called.
+        every_n_steps: Optimizer steps between two samples.
+        source: ``"train"`` reads the training batch as it passes; ``"probe"`` runs ``probe`` in eval mode under
+            ``no_grad`` before each sampled step, so that figures of different steps compare like with like.
+        probe: A batch (mapping, sequence or tensor, as the model's forward takes it) or a function of the model.
+        writer: A TensorBoard writer for scalars, images, warnings and an arranged dashboard; None: nothing is written.
+        per_head: Writes a scalar per head beside those per layer.
+        rows, sequences, tokens, top_n, temperatures, epsilons, vectors, normalize_vectors, quantities, layers,
+            alerts, rules, patience, strict, seed: As for `attnmon.AttentionMonitor`.
+
+    Returns:
+        A `Watch`: ``.step()`` after each optimizer step gives a Snapshot or None, ``.latest`` the newest one.
+
+    Raises:
+        ValueError: An argument is out of range, or no attention can be found in the model.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> with watch(layer, every_n_steps=2, top_n=(1, 2)) as monitor:
+        ...     for _ in range(3):
+        ...         layer(torch.randn(2, 8, 16)).mean().backward()
+        ...         optimizer.step()
+        ...         snapshot = monitor.step()
+        >>> snapshot.step, snapshot.layers, len(snapshot.values["entropy"][0])
+        (2, {0: 'self_attn'}, 2)
+    """
+    options = MonitorOptions(
+        every_n_steps=every_n_steps,
+        source=source,
+        rows=rows,
+        sequences=sequences,
+        tokens=tokens,
+        top_n=top_n,
+        temperatures=temperatures,
+        epsilons=epsilons,
+        vectors=vectors,
+        normalize_vectors=normalize_vectors,
+        quantities=quantities,
+        layers=layers,
+        alerts=alerts,
+        rules=rules,
+        patience=patience,
+        strict=strict,
+        seed=seed,
+    )
+    return Watch(model, options, probe, writer, per_head)

@@ -1,0 +1,452 @@
+r"""What top-N distance and separability share: the selected keys, their sums, and distances by matrix products.
+
+All of it is computed for *groups*: ``weights`` (G, R, n) and ``vectors`` (G, n, d), the R rows of a group sharing its
+vectors. Every distance here has the form ``|| c_i x_i - p ||`` with a coefficient per key and a point per row, and
+
+    ``|| c_i x_i - p ||^2 = c_i^2 ||x_i||^2 - 2 c_i (x_i . p) + ||p||^2``
+
+needs the points in a matrix product only, never an array of (R, n, d). Where the result is small against its terms
+that expansion loses digits, so those entries are computed again from the differences, in float64 (`_norm_sum`). On
+CUDA, finding them would make the host wait; there float32 rows are computed in float64 throughout instead, whose
+expansion is right to about 3e-8 of its terms even at coincidence.
+
+Which selected keys are nearer to ``s_N`` than every unselected one (`separability`) is decided on
+``e_i = a_i (a_i ||x_i||^2 - 2 x_i . s_N)``, that is ``D_i^2 - ||s_N||^2`` without the cancellation, wherever two
+values of it differ by more than rounding can explain; where they don't, that row is decided again in float64, and
+for float64 rows from the differences themselves.
+
+Entry points: `_over_blocks` cuts any batch into blocks that fit the memory budget and hands each to functions of a
+`_Block`. `attnmon.metrics.selection_statistics` is what most callers want.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attnmon.metrics._checks import _check_floating, _check_mask, _check_top_n, _zeroed
+
+__all__: list[str] = []
+
+# Bytes of the largest temporary. On a CPU one that stays in the cache is several times faster than one that does not.
+_BUDGET = {"cpu": 16 * 2**20}
+_BUDGET_DEVICE = 256 * 2**20
+# A squared norm below this share of ||p||^2 (about 1e-2 of all its terms) is computed again from the differences.
+_CANCELLED = 2.5e-2
+# Up to this many selected keys are gathered to form s_N; beyond, a matrix product over all keys is cheaper.
+_GATHERED = 64
+
+Points = Callable[[tuple[Tensor, ...], bool], Tensor]
+Fields = Callable[["_Block"], dict[str, Tensor]]
+
+
+def _block_elements(device: torch.device, dtype: torch.dtype) -> int:
+    """Elements of the largest temporary that the budget allows."""
+    return _BUDGET.get(device.type, _BUDGET_DEVICE) // dtype.itemsize
+
+
+def _unit_roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+class _Group:
+    """Vectors of a few groups of rows, (G, n, d), and what depends on them alone."""
+
+    def __init__(self, vectors: Tensor, direct: bool) -> None:
+        self.direct = direct  # small differences may be looked for, and computed again
+        # sum of squares over each key's own row: the same for identical keys, wherever they stand
+        self.squares = (vectors * vectors).sum(-1)  # (G, n)
+        self.broken = ~self.squares.isfinite()
+        if not direct or bool(self.broken.any()):
+            vectors = torch.where(self.broken[..., None], 0.0, vectors)
+            self.squares = torch.where(self.broken, 0.0, self.squares)
+            self.any_broken = True
+        else:
+            self.any_broken = False
+        self.vectors = vectors
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """``||x_j||``, (G, n)."""
+        return self.squares.sqrt()
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """Largest norm of a group, (G, 1): a bound for any of its keys, visible or not."""
+        return self.norms.amax(-1, keepdim=True)
+
+    @cached_property
+    def pairwise(self) -> Tensor:
+        """``||x_i - x_j||``, (G, n, n), from differences: exact for near-coincident keys."""
+        return torch.cdist(self.vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+class _Block:
+    """Rows of a few groups with everything that is computed from them at most once.
+
+    Attributes:
+        weights: (G, R, n), 0 where a key is not visible or the row is unusable.
+        visible: (G, R, n) bool, or None if every key is visible.
+        usable: (G, R) bool: at least one visible key, and all that is visible is finite.
+        count: (G, R) number of visible keys, in the dtype of the weights.
+        top_n: the K values of N.
+    """
+
+    def __init__(self, weights: Tensor, group: _Group, visible: Tensor | None, top_n: tuple[int, ...]) -> None:
+        self.group, self.top_n = group, top_n
+        self.n = weights.shape[-1]
+        self.shown: Tensor | None = None  # the mask as 0.0 and 1.0: a product is faster than a choice
+        if visible is None:
+            count = weights.new_full(weights.shape[:-1], self.n)
+        else:
+            self.shown = visible.to(weights.dtype)
+            weights = _zeroed(weights, visible, self.shown)
+            count = self.shown.sum(-1)
+        usable = weights.sum(-1).isfinite() & (count > 0)
+        if group.any_broken:
+            broken = group.broken[:, None, :]
+            usable = usable & ~(broken if visible is None else broken & visible).any(-1)
+        if not group.direct or not bool(usable.all()):
+            weights = torch.where(usable[..., None], weights, 0.0)
+        self.weights, self.visible, self.usable, self.count = weights, visible, usable, count
+
+    # Per N: (G, R, K) of something (G, R), or (1, 1, K).
+    @cached_property
+    def sizes(self) -> Tensor:
+        """N, (K,)."""
+        return self.weights.new_tensor(self.top_n)
+
+    @cached_property
+    def defined(self) -> Tensor:
+        """(G, R, K): the row is usable and has an unselected key."""
+        return self.usable[..., None] & (self.count[..., None] > self.sizes)
+
+    @cached_property
+    def _ranked(self) -> tuple[Tensor, Tensor]:
+        keys = self.weights if self.shown is None else self.weights + (self.shown - 1)  # -1 where invisible
+        return _top_keys(keys, max(self.top_n) + 1, self.group.direct)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Indices of the keys with the largest weights, (G, R, max N), ties to the lower index."""
+        return self._ranked[1][..., :-1]
+
+    @cached_property
+    def top_weights(self) -> Tensor:
+        """Their weights, (G, R, max N); 0 where a row has fewer visible keys."""
+        return self._ranked[0][..., :-1].clamp_min(0)
+
+    @cached_property
+    def next_weights(self) -> Tensor:
+        """The largest weight that is not selected, (G, R, K)."""
+        return self._ranked[0][..., list(self.top_n)].clamp_min(0)
+
+    @cached_property
+    def member(self) -> Tensor:
+        """1.0 where the key of this rank belongs to I_N, (K, max N)."""
+        ranks = torch.arange(max(self.top_n), device=self.weights.device)
+        return (ranks < self.sizes[:, None]).to(self.weights.dtype)
+
+    @cached_property
+    def points(self) -> Tensor:
+        """``s_N``, (G, R, K, d)."""
+        g, r, most = self.order.shape
+        d = self.group.vectors.shape[-1]
+        if most <= _GATHERED:
+            start = torch.arange(g, device=self.order.device)[:, None, None] * self.n
+            picked = self.group.vectors.reshape(-1, d).index_select(0, (self.order + start).reshape(-1))
+            picked = picked.view(g * r, most, d)
+            coefficients = self.member * self.top_weights.reshape(g * r, 1, most)
+            return torch.bmm(coefficients, picked).view(g, r, -1, d)
+        kept = self.weights.new_zeros(g, r, len(self.top_n), self.n)
+        for k, size in enumerate(self.top_n):
+            index = self.order[..., :size]
+            kept[:, :, k].scatter_(-1, index, self.top_weights[..., :size])
+        return torch.bmm(kept.view(g, -1, self.n), self.group.vectors).view(g, r, -1, d)
+
+    @cached_property
+    def point_squares(self) -> Tensor:
+        """``||s_N||^2``, (G, R, K)."""
+        return (self.points * self.points).sum(-1)
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """``sum_{I_N} a_j ||x_j||``, (G, R, K): what the rounding of s_N is measured against."""
+        lengths = self.group.norms[:, None].expand_as(self.weights).gather(-1, self.order) * self.top_weights
+        return lengths.cumsum(-1)[..., [size - 1 for size in self.top_n]]
+
+    @cached_property
+    def _excess(self) -> tuple[Tensor, Tensor]:
+        g, r, n = self.weights.shape
+        k = len(self.top_n)
+        scaled = self.weights * self.group.squares[:, None]
+        weights = self.weights
+        if self.shown is not None:
+            # far beyond any key, and finite, so that a later product with 0 is 0
+            hidden = 1 - self.shown
+            weights = weights + hidden
+            scaled = scaled.add_(hidden, alpha=self.far)
+        flat = scaled.new_empty(g, r, k, n).copy_(scaled[:, :, None]).view(g, r * k, n)
+        flat = flat.baddbmm_(self.points.view(g, r * k, -1), self.group.vectors.mT, alpha=-2.0)
+        excess = flat.view(g, r, k, n).mul_(weights[:, :, None])
+        selected = excess.gather(-1, self.order[:, :, None].expand(g, r, k, -1))
+        for column, size in enumerate(self.top_n):
+            excess[:, :, column].scatter_(-1, self.order[..., :size], self.far)
+        return excess, selected
+
+    @cached_property
+    def far(self) -> float:
+        """Stands for infinity in arrays that are multiplied by 0 later."""
+        return torch.finfo(self.weights.dtype).max / 16
+
+    @property
+    def excess(self) -> Tensor:
+        """``e_j``, (G, R, K, n), `far` at selected and invisible keys. `squared` overwrites it."""
+        return self._excess[0]
+
+    @property
+    def selected_excess(self) -> Tensor:
+        """``e_i`` of the ranked keys, (G, R, K, max N); meaningful where `member` is 1."""
+        return self._excess[1]
+
+    @cached_property
+    def least_excess(self) -> Tensor:
+        """``min e_j`` over the unselected keys, (G, R, K)."""
+        return self.excess.amin(-1)
+
+    @cached_property
+    def norm_sum(self) -> tuple[Tensor, Tensor]:
+        """Sum and minimum of ``|| a_i x_i - s_N ||`` over the unselected keys, each (G, R, K). Consumes `excess`."""
+        least = self.least_excess + self.point_squares
+        squared = self.excess.add_(self.point_squares[..., None])
+        self.__dict__["_excess"] = (torch.empty(0), self.selected_excess)  # so that a second use can't go unseen
+        return _norm_sum(self, squared, least, self.point_squares, self.exact_points, (1.0, 0.0), far=True)
+
+    def exact_points(self, index: tuple[Tensor, ...], many: bool) -> Tensor:
+        """`points` in float64 for some rows, ``index = (g, r, k)`` of shape (m,) each: (m, d)."""
+        group, row, column = index
+        out = []
+        step = max(1, _block_elements(row.device, torch.float64) // (self.order.shape[-1] * self.group.vectors.shape[-1]))
+        for g, r, k in zip(group.split(step), row.split(step), column.split(step), strict=True):
+            picked = self.group.vectors[g[:, None], self.order[g, r]].double()
+            out.append(torch.bmm((self.member[k] * self.top_weights[g, r])[:, None].double(), picked).squeeze(1))
+        return torch.cat(out)
+
+    @cached_property
+    def centre(self) -> Tensor:
+        """``c = sum_j a_j x_j``, (G, R, d)."""
+        return torch.bmm(self.weights, self.group.vectors)
+
+    @cached_property
+    def centre_dots(self) -> Tensor:
+        """``x_i . c``, (G, R, n)."""
+        return torch.bmm(self.centre, self.group.vectors.mT)
+
+    @cached_property
+    def centre_square(self) -> Tensor:
+        """``||c||^2``, (G, R)."""
+        return (self.centre * self.centre).sum(-1)
+
+    @cached_property
+    def _centre_double(self) -> Tensor:
+        return torch.bmm(self.weights.double(), self.group.vectors.double())
+
+    def exact_centre(self, index: tuple[Tensor, ...], many: bool) -> Tensor:
+        """`centre` for some rows, ``index = (g, r, k)`` of shape (m,) each: (m, d), float64.
+
+        Rounding of the centre itself shows only where *many* keys of a row lie close to it: one such key adds next to
+        nothing to the sum over all.
+        """
+        centre = self._centre_double if many else self.centre
+        return centre[index[:2]].double()
+
+
+def _norm_sum(
+    block: _Block,
+    squared: Tensor,
+    least: Tensor,
+    scale: Tensor,
+    exact_points: Points,
+    coefficient: tuple[float | Tensor, float | Tensor],
+    far: bool = False,
+    extra: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum and minimum over the kept keys of ``|| (u a_i + v) x_i - p ||``.
+
+    Args:
+        block: Where weights and vectors come from.
+        squared: The squared norms by expansion, (G, R, K, n); overwritten. `far` marks what is not to be summed.
+        least: Their minimum over the kept keys, (G, R, K).
+        scale: ``||p||^2``, (G, R, K).
+        exact_points: Makes ``p`` in float64 for some rows, see `_Block.exact_points`.
+        coefficient: ``(u, v)``, each a number or (G, R, K).
+        far: Selected keys are marked in `squared`.
+        extra: Added to the squared norms before the root, (G, R, K, n), or None.
+    """
+    if block.group.direct:
+        flagged = (least < _CANCELLED * scale) & block.defined
+        if bool(flagged.any()):
+            least = _recompute(block, squared, least, scale, exact_points, coefficient, flagged)
+    else:
+        squared = squared.clamp_(min=0)
+    if extra is not None:
+        squared = squared.add_(extra)
+    squared = squared.sqrt_()
+    if far:
+        for column, size in enumerate(block.top_n):
+            squared[:, :, column].scatter_(-1, block.order[..., :size], 0.0)
+    if block.shown is not None:
+        squared = squared.mul_(block.shown[:, :, None])
+    return squared.sum(-1), least.clamp_min(0).sqrt()
+
+
+def _recompute(
+    block: _Block,
+    squared: Tensor,
+    least: Tensor,
+    scale: Tensor,
+    exact_points: Points,
+    coefficient: tuple[float | Tensor, float | Tensor],
+    flagged: Tensor,
+) -> Tensor:
+    """Replace the entries of `squared` that cancellation spoilt; return the minimum over the kept keys."""
+    dtype = squared.dtype
+    shape = least.shape
+    u, v = (torch.as_tensor(c, dtype=torch.float64, device=squared.device).expand(shape) for c in coefficient)
+    rows = flagged.nonzero()  # (m, 3)
+    step = max(1, _block_elements(squared.device, dtype) // block.n)
+    for chunk in rows.split(step):
+        index = tuple(chunk.unbind(-1))
+        kept = squared[index]  # (m, n), a copy
+        bad = kept < _CANCELLED * scale[index][:, None]
+        if block.visible is not None:
+            bad &= block.visible[index[:2]]
+        entries = bad.nonzero()
+        points = exact_points(index, bool((bad.sum(-1) * 64 > block.n).any()))
+        width = max(1, _block_elements(squared.device, torch.float64) // block.group.vectors.shape[-1])
+        for part in entries.split(width):
+            row, key = part.unbind(-1)
+            where = tuple(chunk[row].unbind(-1))
+            a = block.weights[where[0], where[1], key].double()
+            x = block.group.vectors[where[0], key].double()
+            factor = u[where] * a + v[where]
+            difference = (factor[:, None] * x).sub_(points[row])
+            kept[row, key] = difference.square_().sum(-1).to(dtype)
+        squared[index] = kept.clamp_(min=0)  # invisible keys, whose roots would spoil the sum, among them
+        seen = kept if block.visible is None else torch.where(block.visible[index[:2]], kept, block.far)
+        least = least.index_put(index, seen.amin(-1))
+    return least
+
+
+def _top_keys(keys: Tensor, k: int, direct: bool) -> tuple[Tensor, Tensor]:
+    """The k largest of `keys` (G, R, n) in descending order, ties to the lower index. Invisible keys hold -1."""
+    if keys.shape[-1] < k:
+        raise ValueError(f"Expected at least {k} keys, but got {keys.shape[-1]}.")
+    n = keys.shape[-1]
+    if direct and keys.dtype == torch.float32 and 8 * k <= n:
+        values, index = _top_candidates(keys, k + 1)
+        # topk breaks ties either way, which shows as two equal neighbours among the first k + 1
+        tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] >= 0)).any(-1)
+        if bool(tied.any()):
+            ranked = torch.sort(keys[tied], dim=-1, descending=True, stable=True)
+            values[tied], index[tied] = ranked.values[..., : k + 1], ranked.indices[..., : k + 1]
+        return values[..., :k], index[..., :k]
+    ranked = torch.sort(keys, dim=-1, descending=True, stable=True)
+    return ranked.values[..., :k], ranked.indices[..., :k]
+
+
+def _top_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`topk` in two rounds: the k columns with the largest maxima hold the k largest keys. 2-3 times as fast."""
+    n = keys.shape[-1]
+    depth = min(8, n // (2 * k))
+    if depth < 2:
+        values, index = keys.topk(k, dim=-1)
+        return values, index
+    width = -(-n // depth)
+    if width * depth != n:
+        keys = torch.nn.functional.pad(keys, (0, width * depth - n), value=-2.0)
+    columns = keys.unflatten(-1, (depth, width)).amax(-2).topk(k, dim=-1).indices
+    candidates = (columns[..., None, :] + torch.arange(0, width * depth, width, device=keys.device)[:, None]).flatten(-2)
+    values, place = keys.gather(-1, candidates).topk(k, dim=-1)
+    return values, candidates.gather(-1, place)
+
+
+def _over_blocks(
+    weights: Tensor,
+    vectors: Tensor,
+    top_n: int | Iterable[int],
+    mask: Tensor | None,
+    fields: Fields,
+) -> dict[str, Tensor]:
+    """Check and group the arguments of a top-N quantity and gather what `fields` makes of each block.
+
+    Returns:
+        Every field as ``(..., K)`` in the dtype of the result, NaN where a row is unusable or sees at most N keys.
+    """
+    weights = _check_floating("weights", weights, "(..., n)", 1)
+    vectors = _check_floating("vectors", vectors, "(..., n, d)", 2)
+    mask = _check_mask(mask, weights, "weights")
+    n, d = vectors.shape[-2:]
+    if weights.shape[-1] != n:
+        raise ValueError(
+            f"Expected `vectors` to hold one vector for each of the {weights.shape[-1]} keys of `weights`, but got {n}: "
+            f"shape {tuple(vectors.shape)} for weights of shape {tuple(weights.shape)}. The key is dimension -2."
+        )
+    sizes, single = _check_top_n(top_n, n)
+    result = torch.promote_types(weights.dtype, vectors.dtype)
+    lead = weights.shape[:-1] if mask is None else torch.broadcast_shapes(weights.shape[:-1], mask.shape[:-1])
+    try:
+        lead = torch.broadcast_shapes(lead, vectors.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"Expected `vectors` to broadcast over the rows of `weights`, {tuple(weights.shape[:-1])}, but got leading "
+            f"dimensions {tuple(vectors.shape[:-2])}. Rows that share their vectors need a 1 there, e.g. "
+            "`vectors.unsqueeze(-3)` for weights (batch, heads, rows, n) and vectors (batch, heads, n, d)."
+        ) from None
+    # The trailing dimensions that `vectors` lacks or holds once are the rows of a group.
+    batch = (1,) * (len(lead) - vectors.dim() + 2) + tuple(vectors.shape[:-2])
+    cut = len(lead)
+    while cut and batch[cut - 1] == 1:
+        cut -= 1
+    groups, rows = math.prod(lead[:cut]), math.prod(lead[cut:])
+    weights = weights.detach().expand(*lead, n).reshape(groups, rows, n)
+    mask = None if mask is None else mask.expand(*lead, n).reshape(groups, rows, n)
+    vectors = vectors.detach().reshape(*batch[:cut], n, d).expand(*lead[:cut], n, d).reshape(groups, n, d)
+    out = _grouped(weights, vectors, sizes, mask, fields, result)
+    shape = lead if single else (*lead, len(sizes))
+    return {name: value.reshape(shape) for name, value in out.items()}
+
+
+@torch.no_grad()
+def _grouped(
+    weights: Tensor,
+    vectors: Tensor,
+    sizes: tuple[int, ...],
+    mask: Tensor | None,
+    fields: Fields,
+    result: torch.dtype,
+) -> dict[str, Tensor]:
+    """`fields` of weights (G, R, n) and vectors (G, n, d), block by block: name -> (G, R, K)."""
+    groups, rows, n = weights.shape
+    direct = result == torch.float64 or weights.device.type != "cuda"
+    work = result if direct else torch.float64
+    budget = _block_elements(weights.device, work)
+    gathered = max(sizes) * vectors.shape[-1] if max(sizes) <= _GATHERED else 0
+    per_row = n * len(sizes) + gathered
+    some = max(1, min(groups, budget // max(1, rows * per_row)))
+    step = max(1, rows if some > 1 else min(rows, budget // per_row))
+    out: dict[str, Tensor] = {}
+    for g in range(0, max(groups, 1), some):
+        group = _Group(vectors[g : g + some].to(work), direct)
+        for r in range(0, max(rows, 1), step):
+            at = (slice(g, g + some), slice(r, r + step))
+            block = _Block(weights[at].to(work), group, None if mask is None else mask[at], sizes)
+            for name, value in fields(block).items():
+                if name not in out:
+                    out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
+                out[name][at] = torch.where(block.defined, value, torch.nan).to(result)
+    return out

@@ -1,0 +1,238 @@
+"""How strongly the scores move the weights: exact norms of the softmax Jacobian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmon.metrics._base import _HeadMean
+from attnmon.metrics._checks import _check_positive, _visible_scores
+from attnmon.metrics._selection import _block_elements
+
+__all__ = ["SoftmaxJacobianNorm", "jacobian_norms", "softmax_jacobian_norm"]
+
+_NORMS = ("spectral", "frobenius", "max")
+# The largest few keys of a row enter the first estimate of the spectral norm one by one, the rest as one lump.
+_LEADERS = 8
+# Newton's method below converges quadratically from a start that is right to a few percent.
+_ITERATIONS = {torch.float32: 4, torch.float64: 7}
+
+
+def _check_norm(norm: str) -> str:
+    if norm not in _NORMS:
+        raise ValueError(f"Expected `norm` to be one of 'spectral', 'frobenius', 'max', but got {norm!r}.")
+    return norm
+
+
+def _secular_step(total: Tensor, moment: Tensor, root: Tensor, second: Tensor) -> Tensor:
+    """One step for ``g(x) = 1 / (1 - second x)`` from ``total = sum t``, ``moment = sum t^2``, ``t = p / (x - p)``.
+
+    ``g = sum t``, ``-g' = (sum t + sum t^2) / x``; the step solves the equation with ``g`` replaced by the single
+    pole ``weight / (x - pole)`` that has its value and slope at `root`. It is Newton's method on ``1 / g``, which is
+    concave: it never oversteps the solution, and from below it climbs to it.
+    """
+    slope = (total + moment) / root
+    shift = total / slope
+    pole = root - shift
+    weight = total * shift
+    return (weight + pole) / (1 + weight * second)
+
+
+def _spectral(rest: Tensor, work: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, iterations: int) -> Tensor:
+    r"""Largest eigenvalue of ``diag(a) - a a^T``, times Z, divided by the second largest weight's share p.
+
+    With ``a = (1, second * rest) / Z`` and ``sum a = 1``, the secular equation ``1 = sum a_i^2 / (a_i - x)`` is the
+    same as ``0 = sum a_i / (a_i - x)``, in which nothing cancels: ``sum_i rest_i / (x - rest_i) = 1 / (1 - second x)``
+    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `work` is room of the size of `rest`.
+    """
+    eps = torch.finfo(rest.dtype).eps
+    floor = 1 + 4 * eps
+    lead_sum = leaders.sum(-1)
+    # The keys that are not leaders, as one key of their mean weight with their total: below the true g (Jensen).
+    lump = (first - lead_sum).clamp_min(0)
+    lump_square = (square - (leaders * leaders).sum(-1)).clamp_min(0)
+    centre = (lump_square / lump.clamp_min(torch.finfo(rest.dtype).tiny)).minimum(leaders[..., -1])
+    root = ((first + square / first) / (1 + first * second)).clamp_min(floor)
+    for _ in range(iterations + 2):
+        terms = leaders / (root[..., None] - leaders)
+        ratio = centre / (root - centre).clamp_min(eps)
+        mass = lump / (root - centre).clamp_min(eps)
+        root = _secular_step(terms.sum(-1) + mass, (terms * terms).sum(-1) + mass * ratio, root, second)
+        root = root.clamp_min(floor)
+    for _ in range(iterations):
+        terms = torch.sub(root[..., None], rest, out=work)
+        torch.div(rest, terms, out=terms)
+        moment = torch.linalg.vector_norm(terms, dim=-1) ** 2
+        root = _secular_step(terms.sum(-1), moment, root, second).clamp_min(floor)
+    return root
+
+
+def _jacobian_block(gaps: Tensor, rest: Tensor, work: Tensor, leaders: Tensor, temperature: float, norms: Iterable[str]) -> dict[str, Tensor]:
+    """Norms of rows given by ``gaps = s - s_(2)`` (rows, n), -inf at the largest score and at masked keys.
+
+    `rest` and `work` are room of the same shape. `leaders` holds the same for the largest few scores, the largest first: ``s_(1) - s_(2), 0, ...``.
+    """
+    # Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
+    # least 1; it is kept above where its cube is subnormal, which would be many times slower.
+    cut = 0.33 * math.log(torch.finfo(gaps.dtype).tiny)
+    rest = torch.div(gaps, temperature, out=rest).clamp_(min=cut).exp_()
+    second = (-leaders[..., 0] / temperature).exp()  # the second largest weight over the largest
+    first = rest.sum(-1)
+    square = torch.linalg.vector_norm(rest, dim=-1) ** 2
+    z = 1 + second * first
+    out: dict[str, Tensor] = {}
+    for norm in norms:
+        if norm == "spectral":
+            lead = (leaders[..., 1:] / temperature).clamp_(min=cut).exp_()
+            value = second * _spectral(rest, work, lead, first, square, second, _ITERATIONS[gaps.dtype]) / z
+            # Clamped to the largest weight: with two equal leaders the eigenvalue is the weight itself.
+            value = value.minimum(1 / z)
+        elif norm == "frobenius":
+            cube = (rest * rest).mul_(rest).sum(-1)
+            inner = first**2 + square + square * (z * z + 1 + second**2 * square) - 2 * z * second * cube
+            value = second * inner.clamp_min(0).sqrt() / z**2
+        else:  # the largest entry is always that of the largest weight: a_2 <= 1 - a_1
+            value = second * first / z**2
+        out[norm] = value / temperature
+    return out
+
+
+@torch.no_grad()
+def jacobian_norms(
+    scores: Tensor,
+    temperature: float | Iterable[float],
+    *,
+    mask: Tensor | None = None,
+    norms: Iterable[str] = ("spectral",),
+) -> dict[str, Tensor]:
+    """Compute several norms of `softmax_jacobian_norm` from one pass over the rows.
+
+    Args:
+        scores: ``(..., n)``, float. Raw scores; -inf is a masked key.
+        temperature: Absolute temperature, or several.
+        mask: ``(..., n)``, bool, True = visible, or None.
+        norms: Names out of ``"spectral"``, ``"frobenius"``, ``"max"``.
+
+    Returns:
+        Name to ``(...)`` or ``(..., len(temperature))``, as `softmax_jacobian_norm` returns it.
+
+    Raises:
+        TypeError: As `softmax_jacobian_norm`.
+        ValueError: As `softmax_jacobian_norm`.
+    """
+    temperatures, single_temperature = _check_positive("temperature", temperature)
+    norms = tuple(_check_norm(norm) for norm in norms)
+    scores, visible = _visible_scores(scores, mask)
+    shape, n = scores.shape[:-1], scores.shape[-1]
+    flat = scores.reshape(-1, n)
+    seen = visible.reshape(-1, n).any(-1)
+    out = {norm: flat.new_zeros(flat.shape[0], len(temperatures)) for norm in norms}
+    if n > 1:
+        rows = max(1, _block_elements(flat.device, flat.dtype) // (4 * n))
+        for start in range(0, flat.shape[0], rows):
+            block = flat[start : start + rows]
+            values, order = block.topk(min(_LEADERS + 1, n), dim=-1)
+            # Rows with a single key have no second score: no gap, and all that follows is 0.
+            anchor = values[:, 1:2].clamp_min(torch.finfo(flat.dtype).min)
+            gaps = (block - anchor).scatter_(-1, order[:, :1], -torch.inf)
+            leaders = values - anchor
+            rest, work = torch.empty_like(gaps), torch.empty_like(gaps)
+            single = values[:, 1] == -torch.inf
+            for column, temperature in enumerate(temperatures):
+                for norm, value in _jacobian_block(gaps, rest, work, leaders, temperature, norms).items():
+                    out[norm][start : start + rows, column] = torch.where(single, 0.0, value)
+    finite = (flat.amax(-1) if n else flat.new_zeros(flat.shape[0])).isfinite() & seen
+    lead = shape if single_temperature else (*shape, len(temperatures))
+    return {norm: torch.where(finite[:, None], value, torch.nan).reshape(lead) for norm, value in out.items()}
+
+
+@torch.no_grad()
+def softmax_jacobian_norm(
+    scores: Tensor, temperature: float | Iterable[float], *, mask: Tensor | None = None, norm: str = "spectral"
+) -> Tensor:
+    r"""Measure how strongly a change of the scores can move the weights of each row.
+
+    A norm of ``J = (diag(a) - a a^T) / T`` with ``a = softmax(s / T)``: its largest eigenvalue (``"spectral"``, exact,
+    from the secular equation), ``sqrt(sum_i a_i^2 ((1 - a_i)^2 + sum_{j != i} a_j^2)) / T`` (``"frobenius"``), or its
+    largest entry ``max_i a_i (1 - a_i) / T`` (``"max"``). ``1 - a_i`` is taken as the sum of the other weights, so
+    peaked rows lose no digits.
+
+    Source: section 4 and Corollary 3 of arXiv 2508.17821. The printed ``1/(4T)`` bounds the largest entry; the spectral
+    norm is at most ``1/(2T)``, which two equal weights attain.
+
+    Reading: near ``1/(2T)``, small changes of query and key flip the attention; near 0, a row is saturated (one-hot)
+    or uniform over many keys and passes no gradient to its scores.
+
+    Args:
+        scores: ``(..., n)``, float. Raw scores; -inf is a masked key, +inf or NaN makes the row NaN.
+        temperature: Absolute temperature (``1 / scale`` is the model's own), or several.
+        mask: ``(..., n)``, bool, True = visible, or None.
+        norm: ``"spectral"``, ``"frobenius"`` or ``"max"``.
+
+    Returns:
+        ``(...)`` or ``(..., len(temperature))``: weight per unit of score, in ``[0, 1/(2T)]`` (spectral),
+        ``[0, 1/(2T) * sqrt(n)]`` (frobenius), ``[0, 1/(4T)]`` (max). 0 for a row with one key and where it falls
+        below the dtype's smallest normal number; NaN where a row sees no key or is not finite.
+
+    Raises:
+        TypeError: If `scores` is not floating-point or `mask` is not bool.
+        ValueError: If `mask` does not broadcast to `scores`, `temperature` is not positive or `norm` is unknown.
+
+    Example:
+        >>> import torch
+        >>> softmax_jacobian_norm(torch.zeros(2), (1.0, 0.5))
+        tensor([0.5000, 1.0000])
+        >>> softmax_jacobian_norm(torch.zeros(2), 1.0, norm="max")
+        tensor(0.2500)
+    """
+    return jacobian_norms(scores, temperature, mask=mask, norms=(norm,))[norm]
+
+
+class SoftmaxJacobianNorm(_HeadMean):
+    r"""Mean norm of the softmax Jacobian over the rows of each head, at one or several temperatures.
+
+    The mean over rows of `softmax_jacobian_norm`. Rows that see no key or are not finite are left out and counted.
+
+    Source: section 4 and Corollary 3 of arXiv 2508.17821.
+
+    Reading: see `softmax_jacobian_norm`.
+
+    Args:
+        num_heads: Number of heads, dimension 1 of what `update` is given.
+        temperature: Absolute temperature, or several.
+        norm: ``"spectral"``, ``"frobenius"`` or ``"max"``.
+        kwargs: Arguments of `torchmetrics.Metric`.
+
+    Raises:
+        TypeError: If `num_heads` is not an integer or `temperature` not a number.
+        ValueError: If `num_heads` is below 1, `temperature` is not positive or `norm` is unknown.
+
+    Example:
+        >>> import torch
+        >>> metric = SoftmaxJacobianNorm(num_heads=1, temperature=(0.5, 1.0))
+        >>> metric.update(torch.zeros(1, 1, 1, 2))
+        >>> metric.compute()
+        tensor([[1.0000, 0.5000]], dtype=torch.float64)
+    """
+
+    def __init__(
+        self, num_heads: int, temperature: float | Iterable[float] = (1.0,), norm: str = "spectral", **kwargs: Any
+    ) -> None:
+        self_temperature, single = _check_positive("temperature", temperature)
+        super().__init__(num_heads, None if single else len(self_temperature), **kwargs)
+        self.temperature = self_temperature
+        self.norm = _check_norm(norm)
+
+    def update(self, scores: Tensor, mask: Tensor | None = None) -> None:
+        """Add rows.
+
+        Args:
+            scores: ``(batch, num_heads, rows, n)``, float; -inf is a masked key.
+            mask: Broadcastable to `scores`, bool, True = visible, or None.
+        """
+        self._check_rows("scores", scores)
+        self._add(softmax_jacobian_norm(scores.detach(), self.temperature, mask=mask, norm=self.norm))

@@ -1,0 +1,489 @@
+"""The engine, without a framework: when to look, what to make of it, and one Snapshot of plain numbers each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnmon.alerts import ALERT_QUANTITIES, Alert, AlertEngine, AlertRules, AttentionSaturationWarning
+from attnmon.capture import compiled_modules, describe_search, find_attention
+from attnmon.quantities import Column, expand_quantities
+from attnmon.rows import RowSampler
+from attnmon.schedule import due
+from attnmon.snapshot import Snapshot
+from attnmon.sums import Figures
+from attnmon.window import Window, WindowOptions
+
+__all__ = ["Monitor", "MonitorOptions"]
+
+Source = Literal["train", "probe", "validation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorOptions:
+    """Checked arguments of a monitor; each is explained at `attnmon.AttentionMonitor`.
+
+    Raises:
+        ValueError: A value is out of range, a name unknown.
+        TypeError: A value has the wrong type.
+    """
+
+    every_n_steps: int = 50
+    source: Literal["train", "probe"] = "train"
+    rows: int | Literal["all"] = 64
+    sequences: int = 4
+    tokens: Literal["valid", "labelled"] = "valid"
+    top_n: Sequence[int] = (1, 5, 10, 20)
+    temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0)
+    epsilons: Sequence[float] = (0.1,)
+    vectors: Literal["value", "hidden", "embedding"] = "value"
+    normalize_vectors: bool | None = None
+    quantities: Sequence[str] | None = None
+    layers: Sequence[int | str] | None = None
+    alerts: bool = True
+    rules: AlertRules | None = None
+    patience: int = 3
+    strict: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("every_n_steps", self.every_n_steps, 1)
+        _check_choice("source", self.source, ("train", "probe"))
+        if self.rows != "all":
+            _check_whole("rows", self.rows, 1, alternative="'all'")
+        _check_whole("sequences", self.sequences, 1)
+        _check_choice("tokens", self.tokens, ("valid", "labelled"))
+        _check_choice("vectors", self.vectors, ("value", "hidden", "embedding"))
+        for n in _check_sequence("top_n", self.top_n):
+            _check_whole("top_n", n, 1)
+        for name in ("temperatures", "epsilons"):
+            for number in _check_sequence(name, getattr(self, name)):
+                _check_positive(name, number)
+        _check_whole("patience", self.patience, 1)
+        _check_whole("seed", self.seed, None)
+        if self.quantities is not None:
+            _check_sequence("quantities", self.quantities)
+        if self.layers is not None:
+            _check_sequence("layers", self.layers)
+        self.columns()
+
+    def columns(self) -> tuple[Column, ...]:
+        """Everything measured: what was asked for, and what the rules need beside it."""
+        asked = expand_quantities(self.quantities, self.top_n, self.temperatures, self.epsilons)
+        if not self.alerts:
+            return asked
+        return tuple(dict.fromkeys((*asked, *expand_quantities(ALERT_QUANTITIES, (10,), (1.0,)))))
+
+
+class Monitor:
+    """Watches one model. Frameworks and loops call it; it knows none of them.
+
+    Args:
+        options: What to do.
+
+    A sampled step is `open`, the model's own forward pass, `close`. Nothing is attached to the model outside.
+
+    Attributes:
+        latest: The newest Snapshot of the main source, None before the first.
+    """
+
+    def __init__(self, options: MonitorOptions) -> None:
+        self.options = options
+        self.latest: Snapshot | None = None
+        self.failed = False
+        self._columns = options.columns()
+        normalize = options.vectors == "embedding" if options.normalize_vectors is None else options.normalize_vectors
+        self._window_options = WindowOptions(self._columns, options.vectors, normalize, options.tokens)
+        self._rules = AlertEngine(options.rules, patience=options.patience) if options.alerts else None
+        self._model: nn.Module | None = None
+        self._found: list[str] = []
+        self._order: list[str] = []  # layer paths in the order of their first call: the layer numbers
+        self._heads: dict[str, int] = {}  # agreed between ranks
+        self._window: Window | None = None
+        self._open = False
+        self._failure: str | None = None
+        self._warned: set[str] = set()
+
+    # -- set-up and state ---------------------------------------------------------------------------------------
+
+    def bind(self, model: nn.Module) -> None:
+        """Says which model is watched.
+
+        Raises:
+            ValueError: No attention can be found in it, or `layers` names none of it.
+        """
+        sites = find_attention(model)
+        if not sites:
+            raise ValueError(
+                f"Expected `model` to contain attention that can be measured, but got {type(model).__name__}: "
+                f"{describe_search(model)}"
+            )
+        self._model = model
+        self._found = [site.layer for site in sites]
+        patterns = [p for p in self.options.layers or () if isinstance(p, str)]
+        for pattern in patterns:
+            if not fnmatch.filter(self._found, pattern):
+                raise ValueError(
+                    f"Expected every name in `layers` to match an attention module, but got {pattern!r}; "
+                    f"there are: {_shorten(self._found)}."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle has the history, not the model: it must be bound again.
+        return {**self.__dict__, "_model": None, "_window": None, "_open": False}
+
+    def unbind(self) -> None:
+        """Lets go of the model."""
+        self.abort()
+        self._model = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs in order to number, warn and log as the unbroken one."""
+        return {
+            "order": list(self._order),
+            "rules": None if self._rules is None else self._rules.state_dict(),
+            "warned": sorted(self._warned),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self._order = list(state["order"])
+        self._warned = set(state["warned"])
+        if self._rules is not None and state["rules"] is not None:
+            self._rules.load_state_dict(state["rules"])
+
+    # -- one sampled step ---------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether this optimizer step is sampled."""
+        return not self.failed and due(step, self.options.every_n_steps)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sample has been begun and not finished."""
+        return self._open
+
+    def open(self, step: int, source: Source = "train") -> Window | None:
+        """Attaches to the model until `close` or `abort`; None if that failed."""
+        self.abort()
+        self._open = True
+
+        def attach() -> None:
+            if self._model is None:
+                raise RuntimeError("Expected `bind(model)` to be called before `open`.")
+            # A probe compares steps, so it looks at the same rows each time.
+            key = (self.options.seed, source, None if source == "probe" else step, _rank())
+            sampler = RowSampler(self.options.rows, self.options.sequences, key)
+            self._window = Window(self._model, self._window_options, sampler, self._wanted, self._guard)
+
+        self._guard(attach)
+        return self._window
+
+    def detach(self) -> None:
+        """Leaves the model as it was found; what was collected waits for `close`."""
+        if self._window is not None:
+            self._window.detach()
+
+    def abort(self) -> None:
+        """Leaves the model as it was found and forgets what was collected."""
+        self.detach()
+        self._window = None
+        self._open = False
+
+    def close(self, step: int, source: Source = "train") -> Snapshot | None:
+        """Leaves the model as it was found and makes the Snapshot.
+
+        With several processes this is where their sums meet: each of them must call it.
+
+        Returns:
+            The Snapshot, or None if nothing could be measured (which warns once, with the reason).
+        """
+        if not self._open:
+            return None
+        self.detach()
+        window, self._window, self._open = self._window, None, False
+        sums = self._reduce(window)
+        snapshot: Snapshot | None = None
+
+        def finish() -> None:
+            nonlocal snapshot
+            if window is not None and sums is not None:
+                snapshot = self._finish(step, source, window, sums)
+
+        if sums is None:
+            self._switch_off(self._failure or "The monitor of another process of this run failed.")
+        else:
+            self.guarded(finish)
+        return snapshot
+
+    def guarded(self, function: Callable[[], None]) -> None:
+        """Runs something that may fail without harm to the run: a failure switches the monitor off, with one warning.
+
+        With `strict` it is raised instead. With several processes the monitors are switched off together, at the next
+        sample, because each of them has to take part in that.
+        """
+        self._guard(function)
+        if self._failure is not None and not _distributed():
+            self._switch_off(self._failure)
+
+    def sample(self, step: int, source: Source, forward: Callable[[], object]) -> Snapshot | None:
+        """`open`, a forward pass that is the monitor's own affair (a probe), `close`."""
+        self.open(step, source)
+        try:
+            self._guard(lambda: _call(forward))
+        except BaseException:
+            self.abort()
+            raise
+        return self.close(step, source)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _wanted(self, layer: str) -> bool:
+        if layer not in self._order:
+            self._order.append(layer)
+        wanted = self.options.layers
+        if wanted is None:
+            return True
+        return any(
+            fnmatch.fnmatchcase(layer, want) if isinstance(want, str) else self._order.index(layer) == want
+            for want in wanted
+        )
+
+    def _guard(self, function: Callable[[], None]) -> None:
+        """Runs what may fail: the run that is watched goes on, unless `strict`."""
+        if self._failure is not None:
+            return
+        try:
+            function()
+        except Exception:
+            if self.options.strict:
+                raise
+            self._failure = traceback.format_exc()
+
+    def _switch_off(self, failure: str) -> None:
+        self.failed = True
+        self._warn(
+            "failed",
+            "attnmon failed and is switched off for the rest of this run; the run itself goes on. "
+            f"Pass strict=True to stop at such an error instead.\n{failure}",
+        )
+
+    def _warn(self, key: str, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warns once per key, in the first process only."""
+        if key not in self._warned:
+            self._warned.add(key)
+            if _rank() == 0:
+                warnings.warn(message, category, stacklevel=4)
+
+    def _reduce(self, window: Window | None) -> dict[str, Tensor] | None:
+        """The layers' sums over all processes, on the CPU, after one transfer; None if a process failed."""
+        sums = {} if window is None else {layer: layer_sums.data for layer, layer_sums in window.sums.items()}
+        if not _distributed():
+            return _to_cpu(sums) if self._failure is None else None
+        # One reduction of a shape all processes know. Two flags lead it: a layer that not all of them know (then the
+        # names are exchanged and the reduction is repeated), and a failure.
+        device = next((t.device for t in sums.values()), _device(self._model))
+        for _ in range(2):
+            news = any(self._heads.get(layer) != data.shape[1] for layer, data in sums.items())
+            flags = torch.tensor([news, self._failure is not None], dtype=torch.float64, device=device)
+            shapes = {layer: (len(self._columns) + 1, heads, 6) for layer, heads in self._heads.items()}
+            parts = [sums[layer] if layer in sums else flags.new_zeros(shape) for layer, shape in shapes.items()]
+            if news:  # what the others don't know can't be in a vector of the agreed shape
+                parts = [flags.new_zeros(shape) for shape in shapes.values()]
+            total = torch.cat([flags, *(part.flatten().to(flags.dtype) for part in parts)])
+            dist.all_reduce(total)
+            total = total.cpu()
+            if total[1] > 0:
+                return None
+            if total[0] == 0:
+                pieces = total[2:].split([a * b * c for a, b, c in shapes.values()])
+                reduced = {
+                    layer: piece.view(shape) for (layer, shape), piece in zip(shapes.items(), pieces, strict=True)
+                }
+                return {layer: data for layer, data in reduced.items() if data[-1, 0, 4] > 0}
+            self._agree(sums)
+        raise RuntimeError("The processes of this run disagree about the number of heads of a layer.")
+
+    def _agree(self, sums: dict[str, Tensor]) -> None:
+        mine = [(layer, sums[layer].shape[1] if layer in sums else None) for layer in self._order]
+        everyone: list[list[tuple[str, int | None]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        self._order = list(dict.fromkeys(layer for theirs in everyone for layer, _ in theirs))
+        heads = {layer: count for theirs in reversed(everyone) for layer, count in theirs if count is not None}
+        self._heads = {**self._heads, **heads}
+
+    def _finish(self, step: int, source: Source, window: Window, sums: dict[str, Tensor]) -> Snapshot | None:
+        figures = {layer: Figures.from_sums(data) for layer, data in sums.items()}
+        not_measured = dict(window.not_measured)
+        for layer, figure in list(figures.items()):
+            if figure.mismatched:
+                del figures[layer]
+                not_measured[layer] = (
+                    "its own attention output is not what its query, key, value, mask and scale give, so an argument "
+                    "or a step that changes the weights is unknown to attnmon"
+                )
+        self._warn_of(not_measured, [f for f in self._found if f not in sums and f not in not_measured], figures)
+        if not figures:
+            return None
+        number = {layer: self._order.index(layer) for layer in figures}
+        layers = sorted(figures, key=number.__getitem__)
+        snapshot = Snapshot(
+            step=step,
+            values=self._table(figures, number, layers, lambda f: f.means),
+            errors=self._table(figures, number, layers, lambda f: f.errors),
+            rows_used=self._table(figures, number, layers, lambda f: f.used),
+            rows_skipped=self._table(figures, number, layers, lambda f: f.skipped),
+            layers={number[layer]: layer for layer in layers},
+            temperatures={number[layer]: figures[layer].temperature for layer in layers},
+            nonfinite={number[layer]: figures[layer].nonfinite for layer in layers},
+            padding={number[layer]: figures[layer].padding for layer in layers},
+            not_measured=not_measured,
+            source=source,
+        )
+        self._warn_of_empty_columns(snapshot)
+        if source != "validation":
+            if self._rules is not None:
+                alerts = tuple(self._judge(self._rules, snapshot))
+                snapshot = dataclasses.replace(snapshot, alerts=alerts, alarms=self._rules.counts())
+            self.latest = snapshot
+        return snapshot
+
+    def _table(
+        self,
+        figures: dict[str, Figures],
+        number: dict[str, int],
+        layers: list[str],
+        pick: Callable[[Figures], list[list[Any]]],
+    ) -> dict[str, dict[int, list[Any]]]:
+        return {
+            column.name: {number[layer]: pick(figures[layer])[index] for layer in layers}
+            for index, column in enumerate(self._columns)
+        }
+
+    def _judge(self, rules: AlertEngine, snapshot: Snapshot) -> list[Alert]:
+        alerts = rules.update(
+            step=snapshot.step,
+            values=snapshot.values,
+            errors=snapshot.errors,
+            layers=snapshot.layers,
+            temperatures=snapshot.temperatures,
+            nonfinite=snapshot.nonfinite,
+        )
+        for alert in alerts:
+            if _rank() == 0:
+                warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=5)
+        return alerts
+
+    def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
+        assert self._model is not None
+        if not figures:
+            reasons = [f"{layer}: {reason}" for layer, reason in not_measured.items()]
+            compiled = compiled_modules(self._model)
+            if compiled:
+                reasons.append(
+                    f"{_shorten(compiled)} is compiled, and compiled code shows nothing of its attention; use "
+                    "source='probe', which runs the model uncompiled on a batch of its own"
+                )
+            if silent:
+                reasons.append(
+                    f"no attention call was seen from {_shorten(silent)}: the step did not run the model, or the "
+                    "model computes its weights by hand"
+                )
+            self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
+            return
+        if not_measured:
+            listing = "; ".join(f"{layer}: {reason}" for layer, reason in not_measured.items())
+            self._warn("not_measured:" + listing, f"attnmon does not measure all of this model's attention. {listing}.")
+        if silent and self.options.layers is None:
+            self._warn(
+                "silent",
+                f"attnmon found attention in {_shorten(silent)} but saw no call of it in a sampled step: it is not "
+                "measured.",
+            )
+
+    def _warn_of_empty_columns(self, snapshot: Snapshot) -> None:
+        asked = {c.name for c in expand_quantities(self.options.quantities, self.options.top_n, ())}
+        empty = [
+            column
+            for column in self._columns
+            if column.top_n is not None
+            and column.name in asked
+            and not any(map(any, snapshot.rows_used[column.name].values()))
+        ]
+        too_large = sorted({column.top_n for column in empty if column.top_n is not None})
+        if too_large and self.options.vectors == "value":
+            names = ", ".join(map(str, too_large))
+            self._warn(
+                f"top_n:{names}",
+                f"attnmon: no sampled row sees more keys than N = {names} of `top_n`; these figures are NaN and not "
+                "logged. Choose a smaller N or longer sequences.",
+            )
+
+
+# -- small helpers ----------------------------------------------------------------------------------------------
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if _distributed() else 0
+
+
+def _call(function: Callable[[], object]) -> None:
+    function()
+
+
+def _device(model: nn.Module | None) -> torch.device:
+    parameter = next(model.parameters(), None) if model is not None else None
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _to_cpu(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not sums:
+        return {}
+    flat = torch.cat([data.flatten() for data in sums.values()]).cpu()
+    pieces = flat.split([data.numel() for data in sums.values()])
+    return {layer: piece.view(sums[layer].shape) for layer, piece in zip(sums, pieces, strict=True)}
+
+
+def _shorten(names: Sequence[str], most: int = 6) -> str:
+    listed = ", ".join(repr(name) for name in names[:most])
+    return listed if len(names) <= most else f"{listed} and {len(names) - most} more"
+
+
+def _check_whole(name: str, value: object, least: int | None, alternative: str = "") -> None:
+    expected = "a whole number" + ("" if least is None else f" of at least {least}")
+    expected += f" or {alternative}" if alternative else ""
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
+        raise ValueError(f"Expected `{name}` to be {expected}, but got {value!r} ({type(value).__name__}).")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < float("inf"):
+        raise ValueError(
+            f"Expected every entry of `{name}` to be a positive finite number, but got {value!r} ({type(value).__name__})."
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Expected `{name}` to be one of {', '.join(map(repr, choices))}, but got {value!r}.")
+
+
+def _check_sequence(name: str, value: object) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"Expected `{name}` to be a list or tuple, but got {value!r} ({type(value).__name__}).")
+    if not value:
+        raise ValueError(f"Expected `{name}` to name at least one, but got an empty {type(value).__name__}.")
+    return value

@@ -1,0 +1,210 @@
+"""The names of what can be asked of a monitor, and the step from rows to one number per row for each of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmon import functional as F
+from attnmon.metrics import jacobian_norms, selection_statistics
+from attnmon.rows import RowBatch
+
+__all__ = ["ALL", "DEFAULT", "Column", "expand_quantities", "measure"]
+
+_PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    # name -> (logits, weights, mask) -> one number per row
+    "entropy": lambda z, a, m: F.attention_entropy(a, mask=m),
+    "entropy_normalized": lambda z, a, m: F.attention_entropy(a, mask=m, normalize=True),
+    "effective_keys": lambda z, a, m: F.effective_keys(a, mask=m),
+    "active_share": lambda z, a, m: F.active_share(a, mask=m),
+    "participation_ratio": lambda z, a, m: F.participation_ratio(a, mask=m),
+    "lemma1_min": lambda z, a, m: F.dispersion_constants(a, mask=m).lower,
+    "lemma1_max": lambda z, a, m: F.dispersion_constants(a, mask=m).upper,
+    "first_key_weight": lambda z, a, m: F.first_key_weight(a, mask=m),
+    "score_spread": lambda z, a, m: F.score_spread(z, mask=m),
+    "score_max": lambda z, a, m: F.score_max(z, mask=m),
+}
+_TOP_N = {  # name -> field of `selection_statistics`
+    "separability": "ratio",
+    "radius": "radius",
+    "precision": "precision",
+    "f_score": "f_score",
+    "separability_lower": "lower",
+    "separability_upper": "upper",
+    "separability_upper_valid": "upper_valid",
+    "distance": "distance",
+    "distance_expected": "expected_paper",
+    "distance_upper": "upper_bound",
+    "distance_expected_lower": "expected_lower",
+    "distance_expected_upper": "expected_upper",
+}
+_JACOBIAN = {"jacobian": "spectral", "jacobian_frobenius": "frobenius", "jacobian_max": "max"}
+_SENSITIVITY = "sensitivity"
+
+ALL = (*_PLAIN, *_TOP_N, *_JACOBIAN, _SENSITIVITY)
+DEFAULT = (
+    "entropy",
+    "entropy_normalized",
+    "effective_keys",
+    "score_spread",
+    "score_max",
+    "first_key_weight",
+    "separability",
+    "distance",
+    "distance_expected",
+    "jacobian",
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure per head: a quantity and the arguments that it carries behind its ``@``.
+
+    Attributes:
+        base: The quantity's name without arguments.
+        top_n: N of a top-N quantity.
+        temperature: Multiple of the model's own temperature, of a Jacobian quantity.
+        epsilon: Size of the perturbation of the raw scores, of the finite-difference sensitivity.
+    """
+
+    base: str
+    top_n: int | None = None
+    temperature: float | None = None
+    epsilon: float | None = None
+
+    @property
+    def name(self) -> str:
+        """``base``, ``base@N``, ``base@temperature`` or ``base@temperature,epsilon``."""
+        arguments = [repr(x) for x in (self.top_n, self.temperature, self.epsilon) if x is not None]
+        return "@".join([self.base, ",".join(arguments)]) if arguments else self.base
+
+
+def expand_quantities(
+    quantities: Sequence[str] | None,
+    top_n: Sequence[int],
+    temperatures: Sequence[float],
+    epsilons: Sequence[float] = (0.1,),
+) -> tuple[Column, ...]:
+    """Columns for a request.
+
+    Args:
+        quantities: Names out of `ALL`; ``"default"`` and ``"all"`` stand for those lists; a name may carry its own
+            argument (``"separability@32"``, ``"jacobian@0.05"``, ``"sensitivity@1.0,0.1"``), otherwise it is measured
+            at each of the following. None: the default list.
+        top_n: N of the top-N quantities.
+        temperatures: Multiples of the model's own temperature; 1.0 is always measured beside them.
+        epsilons: Perturbation sizes of the sensitivity.
+
+    Raises:
+        ValueError: A name is unknown, or carries an argument that it cannot have.
+    """
+    requested = ("default",) if quantities is None else quantities
+    names: list[str] = []
+    for name in requested:
+        names += DEFAULT if name == "default" else ALL if name == "all" else (name,)
+    multiples = sorted({1.0, *map(float, temperatures)})
+    columns: dict[Column, None] = {}
+    for name in names:
+        base, _, argument = name.partition("@")
+        if base not in ALL:
+            close = difflib.get_close_matches(base, [*ALL, "default", "all"], n=3)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ValueError(
+                f"Expected every entry of `quantities` to be one of {', '.join(ALL)}, 'default' or 'all', "
+                f"but got {name!r}.{hint}"
+            )
+        columns.update(dict.fromkeys(_expand(name, base, argument, top_n, multiples, epsilons)))
+    return tuple(columns)
+
+
+def _expand(
+    name: str, base: str, argument: str, top_n: Iterable[int], temperatures: Iterable[float], epsilons: Iterable[float]
+) -> list[Column]:
+    try:
+        if base in _PLAIN:
+            if argument:
+                raise ValueError
+            return [Column(base)]
+        if base in _TOP_N:
+            wanted = [int(argument)] if argument else sorted(set(top_n))
+            if min(wanted) < 1:
+                raise ValueError
+            return [Column(base, top_n=n) for n in wanted]
+        parts = [float(part) for part in argument.split(",")] if argument else []
+        if any(not 0 < part < float("inf") for part in parts) or len(parts) > (2 if base == _SENSITIVITY else 1):
+            raise ValueError
+        multiples = parts[:1] or list(temperatures)
+        if base in _JACOBIAN:
+            return [Column(base, temperature=t) for t in multiples]
+        return [Column(base, temperature=t, epsilon=e) for t in multiples for e in parts[1:] or sorted(set(epsilons))]
+    except ValueError:
+        form = (
+            "no argument"
+            if base in _PLAIN
+            else "a whole N >= 1, as in 'separability@10'"
+            if base in _TOP_N
+            else "a positive multiple of the model's temperature, as in 'jacobian@0.5'"
+            if base in _JACOBIAN
+            else "a positive multiple of the model's temperature and an epsilon, as in 'sensitivity@1.0,0.1'"
+        )
+        raise ValueError(f"Expected {base!r} in `quantities` to carry {form}, but got {name!r}.") from None
+
+
+def measure(
+    batch: RowBatch,
+    weights: Tensor,
+    columns: Sequence[Column],
+    *,
+    temperature: float,
+    vectors: Tensor | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """One number per row for every column.
+
+    Args:
+        batch: The rows.
+        weights: ``(batch, num_kv_heads, group * rows, n)`` weights at the model's own temperature.
+        columns: What to measure.
+        temperature: The model's own temperature, so that Jacobian norms are those with respect to the raw scores.
+        vectors: What the keys carry: ``(batch, num_kv_heads or 1, 1, n, d)``; None if there is no such thing.
+        generator: For the random directions of the sensitivity.
+
+    Returns:
+        ``(len(columns), batch, num_heads, rows)``, NaN where a row has no such figure.
+    """
+    n = batch.logits.shape[-1]
+    nothing = torch.full_like(batch.logits[..., 0], float("nan"))
+    measured: dict[Column, Tensor] = {}
+    for column in columns:
+        if column.base in _PLAIN:
+            measured[column] = _PLAIN[column.base](batch.logits, weights, batch.mask)
+    sizes = sorted({c.top_n for c in columns if c.top_n is not None and c.top_n < n})
+    if vectors is not None and sizes:
+        fields = {_TOP_N[c.base] for c in columns if c.base in _TOP_N}
+        found = selection_statistics(weights, vectors, sizes, mask=batch.mask, want=sorted(fields))
+        for column in columns:
+            if column.top_n in sizes:
+                measured[column] = found[_TOP_N[column.base]][..., sizes.index(column.top_n)]
+    multiples = sorted({c.temperature for c in columns if c.base in _JACOBIAN and c.temperature is not None})
+    if multiples:
+        wanted = sorted({_JACOBIAN[c.base] for c in columns if c.base in _JACOBIAN})
+        norms = jacobian_norms(batch.logits, multiples, mask=batch.mask, norms=wanted)
+        for column in columns:
+            if column.base in _JACOBIAN and column.temperature is not None:
+                # The logits are the raw scores over the model's temperature, hence the norm times it.
+                norm = norms[_JACOBIAN[column.base]][..., multiples.index(column.temperature)]
+                measured[column] = norm / temperature
+    for column in columns:
+        if column.base == _SENSITIVITY and column.temperature is not None and column.epsilon is not None:
+            measured[column] = F.finite_difference_sensitivity(
+                batch.logits * temperature,
+                column.temperature * temperature,
+                column.epsilon,
+                mask=batch.mask,
+                generator=generator,
+            )
+    return torch.stack([batch.per_head(measured.get(column, nothing)) for column in columns])

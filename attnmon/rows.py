@@ -1,0 +1,194 @@
+"""Which rows of an attention call are looked at, and the only place where query meets key.
+
+One row is one query position of one head. A *sample* of rows is drawn per sequence, stratified over position, by draws
+that depend on nothing but a seed and the step: they leave every global random state alone, and a resumed run looks at
+the rows that the unbroken run would have looked at.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmon.types import AttentionCall
+
+__all__ = ["RowBatch", "RowSampler", "row_batches"]
+
+# An additive mask hides a key by a very negative number; which one differs (-inf, the dtype's smallest number, -1e9,
+# -1e4). At -1e4 the weight is exactly zero in every floating dtype, and no bias that is meant to be felt gets there.
+_HIDDEN_BIAS = -1e4
+
+# Bound for one chunk's scores, in elements; the metrics' temporaries are a small multiple of it.
+_CHUNK_ELEMENTS = 8_000_000
+
+
+class RowSampler:
+    """Draws sequences and rows for one sampled step.
+
+    Args:
+        rows: Rows per sequence, or ``"all"``.
+        sequences: Most sequences of a batch that are looked at.
+        key: Anything whose text identifies the draw (seed, step, rank). The same key gives the same rows.
+
+    The rows of a sequence are one uniform draw from each of ``rows`` equal strata of its valid positions, so every
+    valid position is equally likely to be seen and the mean over rows is an unbiased estimate of the mean over all of
+    them. A sequence with no more valid positions than ``rows`` is read whole.
+
+    Attributes:
+        generator: The source of these draws, for whatever else of this step needs one.
+    """
+
+    def __init__(self, rows: int | str, sequences: int, key: object) -> None:
+        self.rows = rows
+        self.sequences = sequences
+        self.generator = torch.Generator("cpu").manual_seed(random.Random(str(key)).getrandbits(63))
+        self._selected: dict[int, Tensor | None] = {}
+        self._uniforms: dict[tuple[int, int], Tensor] = {}
+
+    def select(self, batch: int) -> Tensor | None:
+        """Indices of the sequences to look at, sorted, as a CPU LongTensor; None for all of them.
+
+        The same answer for the same batch size throughout a step, so that all layers look at the same sequences.
+        """
+        if batch not in self._selected:
+            chosen = None
+            if batch > self.sequences:
+                chosen = torch.randperm(batch, generator=self.generator, device="cpu")[: self.sequences].sort().values
+            self._selected[batch] = chosen
+        return self._selected[batch]
+
+    def positions(self, batch: int, q_len: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Query positions to look at.
+
+        Args:
+            batch: Number of sequences (after selection).
+            q_len: Number of query positions.
+            valid: ``(batch, q_len)`` bool, True = token; None if all are.
+            device: Where the answer is needed.
+
+        Returns:
+            ``(batch, rows)`` int64 positions, and ``(batch, rows)`` float32 weights: the number of valid positions
+            that each row stands for, 0 where a sequence has fewer rows than asked for (its position is then 0).
+        """
+        count = q_len if self.rows == "all" else min(int(self.rows), q_len)
+        rank = torch.arange(count, device=device)
+        if valid is None:
+            order = torch.arange(q_len, device=device).expand(batch, q_len)
+            total = torch.full((batch, 1), q_len, device=device)
+        else:
+            valid = valid.to(device=device, dtype=torch.bool)
+            order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+            total = valid.sum(dim=-1, keepdim=True)
+        # In float64: float32 can round (rank + u) * total / count up to the next position.
+        draws = (rank + self._uniform(batch, count).to(device, non_blocking=True)) * total / count
+        index = torch.where(total <= count, rank.expand(batch, count), draws.long())
+        weight = torch.where(total <= count, (rank < total).float(), total / count)
+        index = index.minimum(total - 1).clamp(min=0)
+        return order.gather(-1, index), weight.float()
+
+    def _uniform(self, batch: int, count: int) -> Tensor:
+        if (batch, count) not in self._uniforms:
+            self._uniforms[batch, count] = torch.rand(
+                batch, count, generator=self.generator, dtype=torch.float64, device="cpu"
+            )
+        return self._uniforms[batch, count]
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Rows of one call, ready for the metrics: float32 (float64 if the model is), detached, on the model's device.
+
+    Heads are grouped by the key head they read, and the rows of a group share its keys and values, so that nothing is
+    copied for grouped-query attention: ``group = num_heads // num_kv_heads`` and row ``g * rows + r`` of a group is
+    row ``r`` of its ``g``-th query head.
+
+    Attributes:
+        logits: ``(batch, num_kv_heads, group * rows, n)``, what the softmax gets: scaled, capped, with bias.
+        mask: Same shape, True = visible.
+        values: ``(batch, num_kv_heads, n, v_head_dim)``.
+        positions: ``(batch, rows)`` query positions.
+        weight: ``(batch, rows)`` number of valid positions each row stands for; 0 = not a row.
+        finite: ``(batch, num_heads, rows)`` bool, False where a visible key has a NaN or infinite score.
+        num_heads: Number of query heads.
+    """
+
+    logits: Tensor
+    mask: Tensor
+    values: Tensor
+    positions: Tensor
+    weight: Tensor
+    finite: Tensor
+    num_heads: int
+
+    def per_head(self, values: Tensor) -> Tensor:
+        """``(batch, num_kv_heads, group * rows, ...)`` to ``(batch, num_heads, rows, ...)``."""
+        batch, rows = self.weight.shape
+        return values.reshape(batch, self.num_heads, rows, *values.shape[3:])
+
+
+def row_batches(call: AttentionCall, sampler: RowSampler) -> Iterator[RowBatch]:
+    """The sampled rows of a call, in chunks of bounded size.
+
+    Must run under ``no_grad`` and outside autocast.
+
+    Args:
+        call: The call, already restricted to the sampler's sequences.
+        sampler: Says which rows.
+    """
+    batch, _, q_len, _ = call.query.shape
+    positions, weight = sampler.positions(batch, q_len, call.valid, call.query.device)
+    dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    key = call.key.detach().to(dtype)
+    value = call.value.detach().to(dtype)
+    per_row = batch * call.num_heads * key.shape[-2]
+    step = max(1, min(positions.shape[1], _CHUNK_ELEMENTS // max(1, per_row)))
+    for start in range(0, positions.shape[1], step):
+        part = slice(start, start + step)
+        yield _rows_at(call, key, value, positions[:, part], weight[:, part])
+
+
+def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Rows ``positions`` (batch, rows) of ``tensor`` (batch, heads, q_len, ...), as (batch, heads, rows, ...)."""
+    sequence = torch.arange(tensor.shape[0], device=tensor.device)[:, None]
+    return tensor[sequence, :, positions].transpose(1, 2)
+
+
+def _rows_at(call: AttentionCall, key: Tensor, value: Tensor, positions: Tensor, weight: Tensor) -> RowBatch:
+    batch, heads, q_len, head_dim = call.query.shape
+    kv_heads, n = key.shape[1], key.shape[2]
+    rows = positions.shape[1]
+    query = take_rows(call.query.detach(), positions).to(key.dtype)  # (batch, heads, rows, head_dim)
+    # Scaling the few queries instead of the many scores; one GEMM per key head, shared by its query heads.
+    grouped = (query * call.scale).reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
+    logits = (grouped @ key.transpose(-1, -2)).view(batch, heads, rows, n)
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    visible = torch.ones(1, 1, 1, n, dtype=torch.bool, device=key.device)
+    if call.attn_mask is not None:
+        mask = call.attn_mask.detach()
+        mask = mask.expand(batch, mask.shape[1], mask.shape[2], n)
+        mask = mask if mask.shape[2] == 1 else take_rows(mask, positions)
+        if mask.dtype == torch.bool:
+            visible = visible & mask
+        else:
+            visible = visible & ~(mask <= _HIDDEN_BIAS)  # a NaN is not hidden: it spoils the row and is reported
+            logits = logits + mask.to(logits.dtype)
+    if call.causal_offset is not None:
+        last = positions + call.causal_offset
+        visible = visible & (torch.arange(n, device=key.device) <= last[:, None, :, None])
+    visible = visible.expand(batch, heads, rows, n)
+    finite = (torch.isfinite(logits) | ~visible).all(dim=-1)
+    shape = (batch, kv_heads, heads // kv_heads * rows, n)
+    return RowBatch(
+        logits=logits.reshape(shape),
+        mask=visible.reshape(shape),
+        values=value,
+        positions=positions,
+        weight=weight,
+        finite=finite,
+        num_heads=heads,
+    )

@@ -1,0 +1,62 @@
+"""What a sampled step leaves behind: plain numbers, no tensors, nothing of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from attnmon import dashboard
+from attnmon.alerts import Alert
+
+__all__ = ["PerHead", "Snapshot"]
+
+PerHead = Mapping[str, Mapping[int, list[float]]]
+"""quantity -> layer number -> one number per head."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The figures of one sampled step.
+
+    Attributes:
+        step: Optimizer step that the figures belong to: the parameters are those before this step's update.
+        values: ``values[quantity][layer]`` is a list of floats, one per query head: the mean over the rows that were
+            used. NaN where a head had no usable row; a quantity or layer that was not measured is absent.
+        errors: Standard errors of ``values`` over the rows taken as a simple random sample, same shape. NaN with
+            fewer than two rows.
+        rows_used: Number of rows behind each value.
+        rows_skipped: Number of sampled rows left out of each value: the row sees too few keys for the quantity, sees
+            none at all, or has a NaN or infinite score.
+        layers: Module path of each layer number; layers are numbered in the order in which they were first called.
+        temperatures: The model's own softmax temperature ``1 / scale`` of each layer.
+        nonfinite: Per layer and head, how many sampled rows had a NaN or infinite score.
+        padding: Per layer, how many padding positions of the looked-at sequences were left aside.
+        not_measured: Module path -> reason, for attention that ran and could not be measured.
+        alerts: What the rules said about this sample: one entry per rule that has something new to say.
+        alarms: Rule -> number of heads that are under its alarm, said before or now.
+        source: ``"train"``, ``"probe"`` or ``"validation"``.
+    """
+
+    step: int
+    values: PerHead
+    errors: PerHead
+    rows_used: Mapping[str, Mapping[int, list[int]]]
+    rows_skipped: Mapping[str, Mapping[int, list[int]]]
+    layers: Mapping[int, str]
+    temperatures: Mapping[int, float]
+    nonfinite: Mapping[int, list[int]]
+    padding: Mapping[int, int]
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+    alerts: tuple[Alert, ...] = ()
+    alarms: Mapping[str, int] = field(default_factory=dict)
+    source: str = "train"
+
+    def scalars(self, *, per_head: bool = False, prefix: str = "attn") -> dict[str, float]:
+        """The figures under the keys that loggers get: each layer's mean over its heads, and the alarm counts.
+
+        Args:
+            per_head: Adds every head's own figure.
+            prefix: First part of each key.
+        """
+        figures = dashboard.scalars(self.values, per_head=per_head, prefix=prefix)
+        return figures | dashboard.warning_scalars(self.alarms, prefix)

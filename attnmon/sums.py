@@ -1,0 +1,111 @@
+"""Fixed-shape sums of one layer's figures: what is kept of the rows, and what travels between ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Figures", "LayerSums"]
+
+_STATS = 6  # rows used, rows skipped, sum of w, of w^2, of w x, of w x^2
+
+
+class LayerSums:
+    """Weighted sums per figure and head, kept on the device of the rows until the step is over.
+
+    Args:
+        num_columns: Number of figures.
+        num_heads: Number of query heads.
+        device: Where the rows are.
+
+    ``data`` is ``(num_columns + 1, num_heads, 6)``: per figure the rows used and skipped, and the sums of w, w^2, w x
+    and w x^2 over the used rows; in the last entry the layer's own numbers (see `add_call`). Everything in it adds up
+    over calls, chunks and ranks. float64 wherever the device has it.
+    """
+
+    def __init__(self, num_columns: int, num_heads: int, device: torch.device) -> None:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.data = torch.zeros(num_columns + 1, num_heads, _STATS, dtype=dtype, device=device)
+
+    def add_rows(self, values: Tensor, weight: Tensor) -> None:
+        """Adds rows.
+
+        Args:
+            values: ``(num_columns, batch, num_heads, rows)``; NaN or infinite = this row has no such figure.
+            weight: ``(batch, rows)``; how many rows each stands for, 0 = not a row.
+        """
+        weight = weight.to(self.data.dtype)[:, None]  # (batch, 1, rows)
+        finite = torch.isfinite(values)
+        used = finite & (weight > 0)
+        x = torch.where(used, values, 0).to(self.data.dtype)
+        w = weight * used
+        parts = (used, ~finite & (weight > 0), w, w * weight, w * x, w * x * x)
+        self.data[:-1] += torch.stack([part.sum(dim=(1, 3), dtype=self.data.dtype) for part in parts], dim=-1)
+
+    def add_call(self, nonfinite: Tensor, mismatch: Tensor, padding: Tensor, temperature: float) -> None:
+        """Adds what belongs to a whole call.
+
+        Args:
+            nonfinite: ``(num_heads,)`` rows with a NaN or infinite score.
+            mismatch: Scalar, 1 if the call's own output contradicts the captured arguments.
+            padding: Scalar, padding positions left aside.
+            temperature: The model's own temperature in this call.
+        """
+        extra = self.data[-1]
+        extra[:, 0] += nonfinite
+        extra[:, 1] += mismatch
+        extra[:, 2] += padding
+        extra[:, 3] += temperature
+        extra[:, 4] += 1
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One layer's sums as plain numbers: ``[figure][head]`` means, standard errors, rows used and skipped."""
+
+    means: list[list[float]]
+    errors: list[list[float]]
+    used: list[list[int]]
+    skipped: list[list[int]]
+    nonfinite: list[int]
+    mismatched: bool
+    padding: int
+    temperature: float
+
+    @classmethod
+    def from_sums(cls, data: Tensor) -> Figures:
+        """Finishes the sums of a layer (on the CPU, after all ranks were added up).
+
+        The standard error treats the rows as a simple random sample; with unequal weights the number of rows is
+        replaced by the effective one, ``(sum w)^2 / sum w^2``.
+        """
+        columns = data[:-1].tolist()
+        extra = data[-1].tolist()
+        calls = max(extra[0][4], 1.0)
+        return cls(
+            means=[[_mean(head) for head in column] for column in columns],
+            errors=[[_standard_error(head) for head in column] for column in columns],
+            used=[[int(head[0]) for head in column] for column in columns],
+            skipped=[[int(head[1]) for head in column] for column in columns],
+            nonfinite=[int(head[0]) for head in extra],
+            mismatched=extra[0][1] > 0,
+            padding=int(extra[0][2]),
+            temperature=extra[0][3] / calls,
+        )
+
+
+def _mean(sums: Sequence[float]) -> float:
+    return sums[4] / sums[2] if sums[2] > 0 else math.nan
+
+
+def _standard_error(sums: Sequence[float]) -> float:
+    used, _, w, w2, wx, wx2 = sums
+    if used < 2 or w <= 0:
+        return math.nan
+    mean = wx / w
+    variance = max(wx2 / w - mean * mean, 0.0) * used / (used - 1)
+    return math.sqrt(variance * w2) / w

@@ -1,0 +1,196 @@
+"""One sampled step while it lasts: the capture is attached, rows become sums inside each call, and nothing else stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnmon.capture import Attachment, attach
+from attnmon.normalizers import softmax
+from attnmon.quantities import Column, measure
+from attnmon.rows import RowBatch, RowSampler, row_batches, take_rows
+from attnmon.sums import LayerSums
+from attnmon.types import AttentionCall
+
+__all__ = ["Window", "WindowOptions"]
+
+# How far the output recomputed from the captured arguments may be from the module's own, relative to the largest
+# visible value: rounding of the weights in the model's dtype stays well below, a forgotten bias, cap or mask does not.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_TF32_TOLERANCE = 5e-3  # float32 products on other devices than the CPU may keep 10 bits of the mantissa
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowOptions:
+    """What is looked at in a sampled step; see `attnmon.AttentionMonitor` for the meaning of each."""
+
+    columns: tuple[Column, ...]
+    vectors: Literal["value", "hidden", "embedding"]
+    normalize_vectors: bool
+    tokens: Literal["valid", "labelled"]
+
+
+class Window:
+    """Collects the sums of one step.
+
+    Args:
+        model: The watched model.
+        options: What is measured.
+        sampler: Which sequences and rows.
+        wanted: Given a layer's path, whether it is measured. Called for every attention call, in call order.
+        guard: Called with a function that may fail; the caller decides what a failure means.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: WindowOptions,
+        sampler: RowSampler,
+        wanted: Callable[[str], bool],
+        guard: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.options = options
+        self.sampler = sampler
+        self.sums: dict[str, LayerSums] = {}
+        self.not_measured: dict[str, str] = {}
+        self._wanted = wanted
+        self._guard = guard
+        context = {"labels"} if options.tokens == "labelled" else set()
+        if options.vectors != "value":
+            context.add(options.vectors)
+        self._attachment: Attachment | None = attach(
+            model, self._on_call, self._on_skip, context=frozenset(context), select=sampler.select
+        )
+
+    def set_tokens(self, valid: Tensor | None, labels: Tensor | None) -> None:
+        """Padding mask and labels of the batch that comes, where the model itself is not given them."""
+        if self._attachment is not None:
+            self._attachment.tokens = (valid, labels)
+
+    @property
+    def paused(self) -> bool:
+        """True while calls pass unread."""
+        return self._attachment is None or self._attachment.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        if self._attachment is not None:
+            self._attachment.paused = paused
+
+    def detach(self) -> None:
+        """Leaves the model as it was found; may be called again."""
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+
+    def _on_skip(self, layer: str, reason: str) -> None:
+        if self._wanted(layer):
+            self.not_measured[layer] = reason
+
+    def _on_call(self, call: AttentionCall) -> None:
+        def add() -> None:
+            if self._wanted(call.layer):
+                with torch.no_grad(), _full_precision(call.query.device):
+                    self._add(call)
+
+        self._guard(add)
+
+    def _add(self, call: AttentionCall) -> None:
+        if call.query.numel() == 0 or call.key.shape[2] == 0:
+            return
+        if not 0 < abs(call.scale) < float("inf"):
+            self.not_measured[call.layer] = f"its scale is {call.scale}: it has no temperature"
+            return
+        if self.options.tokens == "labelled":
+            if call.labels is None:
+                self.not_measured[call.layer] = (
+                    "tokens='labelled' needs the labels of the query positions, and the model was not given any of "
+                    "that shape: pass labels to the model or use tokens='valid'"
+                )
+                return
+            labelled = call.labels != -100
+            call = dataclasses.replace(call, valid=labelled if call.valid is None else call.valid & labelled)
+        sums = self.sums.get(call.layer)
+        if sums is None:
+            sums = self.sums[call.layer] = LayerSums(len(self.options.columns), call.num_heads, call.query.device)
+        elif sums.data.shape[1] != call.num_heads:
+            self.not_measured[call.layer] = (
+                f"it was called with {sums.data.shape[1]} and then with {call.num_heads} heads in one step"
+            )
+            return
+        vectors = self._vectors(call)
+        nonfinite = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
+        mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
+        for batch in row_batches(call, self.sampler):
+            weights = softmax(batch.logits, batch.mask)
+            values = measure(
+                batch,
+                weights,
+                self.options.columns,
+                temperature=call.temperature,
+                vectors=batch.values[:, :, None] if self.options.vectors == "value" else vectors,
+                generator=self.sampler.generator,
+            )
+            sums.add_rows(values, batch.weight)
+            nonfinite += (~batch.finite & (batch.weight > 0)[:, None]).sum(dim=(0, 2))
+            if call.output is not None:
+                mismatch |= _contradicts(call.output, batch, weights)
+        padding = torch.zeros((), device=call.query.device) if call.valid is None else (~call.valid.bool()).sum()
+        sums.add_call(nonfinite, mismatch, padding, call.temperature)
+
+    def _vectors(self, call: AttentionCall) -> Tensor | None:
+        """What the keys carry, where that is not the head's own values: (batch, 1, 1, n, d), shared by all heads."""
+        if self.options.vectors == "value":
+            return None
+        vectors = call.hidden if self.options.vectors == "hidden" else call.embedding
+        if vectors is None:
+            self.not_measured[call.layer] = (
+                f"vectors={self.options.vectors!r} were not to be had for its keys: distance and separability are "
+                "left out; use vectors='value'"
+            )
+            return None
+        vectors = vectors.detach().to(torch.float64 if vectors.dtype == torch.float64 else torch.float32)
+        if self.options.normalize_vectors:
+            vectors = nn.functional.normalize(vectors, dim=-1)
+        return vectors[:, None, None]
+
+
+def _contradicts(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
+    """Whether the module's own attention output is not the one that the captured arguments give."""
+    own = take_rows(output.detach(), batch.positions).to(batch.values.dtype)
+    recomputed = batch.per_head(weights @ batch.values)
+    error = (own - recomputed).abs().amax(dim=-1)
+    usable = batch.finite & (batch.weight > 0)[:, None] & batch.per_head(batch.mask.any(dim=-1))
+    size = batch.values.abs().amax(dim=(-2, -1)).repeat_interleave(batch.num_heads // batch.values.shape[1], dim=1)
+    tolerance = _TOLERANCE.get(output.dtype, 5e-2)
+    if output.dtype == torch.float32 and output.device.type != "cpu":
+        tolerance = _TF32_TOLERANCE
+    # The larger the scores, the more of them is lost to rounding before the softmax sees it.
+    logits = batch.per_head(batch.logits.masked_fill(~batch.mask, 0.0).abs().amax(dim=-1))
+    limit = (tolerance + 8 * torch.finfo(output.dtype).eps * logits) * size[:, :, None]
+    return (usable & (error > limit)).any()
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """No autocast and no reduced-precision products inside, whatever the run has chosen for itself."""
+    precision = torch.get_float32_matmul_precision()
+    with torch.autocast(device.type, enabled=False):
+        if precision == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def silent_layers(found: Sequence[str], window: Window) -> list[str]:
+    """Layers that were found in the model and of which the step showed nothing."""
+    return [layer for layer in found if layer not in window.sums and layer not in window.not_measured]

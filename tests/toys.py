@@ -1,0 +1,130 @@
+"""Small models, batches and Lightning modules that several tests train."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+VOCABULARY = 61
+
+
+def tiny_gpt2(layers: int = 2, heads: int = 2, positions: int = 96, dropout: float = 0.0, seed: int = 0, **config):
+    """A random GPT-2 of 8 numbers per head."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_layer=layers,
+            n_head=heads,
+            n_embd=8 * heads,
+            n_positions=positions,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            **config,
+        )
+    )
+
+
+def token_batches(count: int = 8, batch: int = 3, length: int = 80, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Batches of random tokens as a language model takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (batch, length), generator=generator)
+        batches.append({"input_ids": ids, "labels": ids.clone()})
+    return batches
+
+
+class LanguageModule(pl.LightningModule):
+    """The module a user would write around a language model."""
+
+    def __init__(self, model: nn.Module | None = None, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.model = tiny_gpt2() if model is None else model
+        self.learning_rate = learning_rate
+        self.losses: list[float] = []
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        return self.model(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+
+    def training_step(self, batch, batch_idx):
+        loss = self(**batch).loss
+        self.losses.append(loss.item())
+        self.log("loss", loss, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+class ValidatedModule(LanguageModule):
+    """The same with a validation."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self(**batch).loss, batch_size=len(batch["input_ids"]))
+
+
+def loader(batches) -> DataLoader:
+    """A loader that gives these very batches, in order."""
+    return DataLoader(batches, batch_size=None)
+
+
+def trainer(tmp_path, *callbacks, **arguments) -> pl.Trainer:
+    """A quiet Trainer on the CPU, without a logger unless one is asked for."""
+    defaults = {
+        "max_steps": 4,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "devices": 1,
+        "default_root_dir": tmp_path,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **(defaults | arguments))
+
+
+class NanoAttention(nn.Module):
+    """Attention as small from-scratch models write it."""
+
+    def __init__(self, width: int = 16, heads: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.heads = heads
+        self.dropout = dropout
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split(width, dim=2)
+        )
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class NanoModel(nn.Module):
+    """Embeds, attends twice, predicts."""
+
+    def __init__(self, width: int = 16, heads: tuple[int, ...] = (2, 4), dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(NanoAttention(width, h, dropout) for h in heads)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
