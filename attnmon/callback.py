@@ -123,7 +123,9 @@ class AttentionMonitor(pl.Callback):
         if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
             raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
         if isinstance(validation_batches, bool) or not isinstance(validation_batches, int) or validation_batches < 0:
-            raise ValueError(f"Expected `validation_batches` to be a whole number >= 0, but got {validation_batches!r}.")
+            raise ValueError(
+                f"Expected `validation_batches` to be a whole number >= 0, but got {validation_batches!r}."
+            )
         self._options = MonitorOptions(
             every_n_steps=every_n_steps,
             source=source,
@@ -324,7 +326,7 @@ class AttentionMonitor(pl.Callback):
                 write_pictures(logger.experiment, snapshot, images=self.images, prefix=prefix)
 
     def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
-        """The "Custom Scalars" page of a log directory, for all monitors of the Trainer: the last one written counts."""
+        """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""
         monitors = [c for c in trainer.callbacks if isinstance(c, AttentionMonitor)]  # type: ignore[attr-defined]
         if monitors[0] is not self or not self.layout or logger.log_dir in self._laid_out:
             return

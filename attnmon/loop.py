@@ -135,15 +135,15 @@ class Watch:
                 call_model(self._model, to_device(self._probe, device))
 
     def _record(self, snapshot: Snapshot | None) -> None:
-        if snapshot is None or self._writer is None:
+        writer = self._writer
+        if snapshot is None or writer is None:
             return
 
         def write() -> None:
-            assert self._writer is not None
             if not self._layout_written:
-                write_layout(self._writer, snapshot)
+                write_layout(writer, snapshot)
                 self._layout_written = True
-            write_snapshot(self._writer, snapshot, per_head=self._per_head)
+            write_snapshot(writer, snapshot, per_head=self._per_head)
 
         self._monitor.guarded(write)
 
@@ -185,8 +185,21 @@ def watch(
         probe: A batch (mapping, sequence or tensor, as the model's forward takes it) or a function of the model.
         writer: A TensorBoard writer for scalars, images, warnings and an arranged dashboard; None: nothing is written.
         per_head: Writes a scalar per head beside those per layer.
-        rows, sequences, tokens, top_n, temperatures, epsilons, vectors, normalize_vectors, quantities, layers,
-            alerts, rules, patience, strict, seed: As for `attnmon.AttentionMonitor`.
+        rows: Query positions looked at per sequence, stratified over position, or ``"all"``.
+        sequences: Most sequences of a batch that are looked at, drawn at random.
+        tokens: ``"valid"`` or ``"labelled"``; this and the following as for `attnmon.AttentionMonitor`.
+        top_n: Sizes N of the selected set.
+        temperatures: Temperatures of the Jacobian norms as multiples of the model's own.
+        epsilons: Perturbation sizes of the finite-difference sensitivity.
+        vectors: What the keys carry: ``"value"``, ``"hidden"`` or ``"embedding"``.
+        normalize_vectors: Whether these are L2-normalised; None: embeddings are, the others are not.
+        quantities: What is measured; None: the default list.
+        layers: Layers to measure, by number or by path with ``*`` as wildcard; None: all.
+        alerts: Whether the rules judge each sample.
+        rules: The rules and their numbers.
+        patience: Samples in a row that a change has to last before a warning.
+        strict: Raise errors of the monitor itself.
+        seed: Of the draws of sequences and rows.
 
     Returns:
         A `Watch`: ``.step()`` after each optimizer step gives a Snapshot or None, ``.latest`` the newest one.

@@ -384,10 +384,9 @@ class Monitor:
         return alerts
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
-        assert self._model is not None
         if not figures:
             reasons = [f"{layer}: {reason}" for layer, reason in not_measured.items()]
-            compiled = compiled_modules(self._model)
+            compiled = [] if self._model is None else compiled_modules(self._model)
             if compiled:
                 reasons.append(
                     f"{_shorten(compiled)} is compiled, and compiled code shows nothing of its attention; use "
@@ -472,7 +471,8 @@ def _check_whole(name: str, value: object, least: int | None, alternative: str =
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < float("inf"):
         raise ValueError(
-            f"Expected every entry of `{name}` to be a positive finite number, but got {value!r} ({type(value).__name__})."
+            f"Expected every entry of `{name}` to be a positive finite number, but got {value!r} "
+            f"({type(value).__name__})."
         )
 
 

@@ -20,14 +20,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode under ``no_grad``, uncompiled, with every module's mode and the random states put back afterwards."""
     training = [(module, module.training) for module in model.modules()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    # What a probe draws from the global generators must be undone, so it is these that are kept.
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         model.eval()
         with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         for module, mode in training:
             module.training = mode
 

@@ -158,7 +158,7 @@ def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rows_at(call: AttentionCall, key: Tensor, value: Tensor, positions: Tensor, weight: Tensor) -> RowBatch:
-    batch, heads, q_len, head_dim = call.query.shape
+    batch, heads, _, head_dim = call.query.shape
     kv_heads, n = key.shape[1], key.shape[2]
     rows = positions.shape[1]
     query = take_rows(call.query.detach(), positions).to(key.dtype)  # (batch, heads, rows, head_dim)

@@ -13,8 +13,8 @@ __all__ = ["AttentionCall"]
 class AttentionCall:
     """One call of softmax attention by one module, with its arguments normalised.
 
-    The weights of the call are ``softmax(cap(query @ key^T * scale) + bias)`` over the keys that are visible, where
-    ``cap(z) = softcap * tanh(z / softcap)`` (identity without a softcap) and ``bias`` is a floating-point ``attn_mask``.
+    The weights of the call are ``softmax(cap(query @ key^T * scale) + bias)`` over the visible keys, where
+    ``cap(z) = softcap * tanh(z / softcap)`` (the identity without one) and ``bias`` is a floating-point ``attn_mask``.
     Everything that a model's own call may say in other ways (`nn.MultiheadAttention`'s inverted masks, a module's
     default scale, attention sinks, appended keys) has been rewritten into these fields by `attnmon.capture`, so
     nothing downstream needs to know where a call came from.

@@ -1,4 +1,4 @@
-"""One sampled step while it lasts: the capture is attached, rows become sums inside each call, and nothing else stays."""
+"""One sampled step while it lasts: the capture is attached, rows become sums inside each call, nothing else stays."""
 
 from __future__ import annotations
 

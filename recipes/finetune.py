@@ -28,8 +28,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, get_
 
 from attnmon import AttentionMonitor, AttentionSaturationWarning
 
-# the quantities of the closing table, as many as fit a terminal
-SHOWN = ("entropy_normalized", "effective_keys", "separability@10", "distance@10", "jacobian@1.0", "score_spread")
+# the quantities of the closing table and their headings, as many as fit a terminal
+SHOWN = {
+    "entropy_normalized": "H / log n",
+    "effective_keys": "keys exp(H)",
+    "separability@10": "Ns/N, N=10",
+    "distance@10": "distance",
+    "jacobian@1.0": "Jacobian",
+    "score_spread": "score spread",
+}
 
 attention_warnings = 0
 _show_any = warnings.showwarning
@@ -143,6 +150,7 @@ class FinetuneCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Print what the monitors saw last and where the curves lie."""
+        log_dir = self.trainer.log_dir  # asks the other ranks, so every rank has to
         if not self.trainer.is_global_zero:
             return
         console = Console()
@@ -150,9 +158,9 @@ class FinetuneCLI(LightningCLI):
             if isinstance(callback, AttentionMonitor):
                 report(console, callback)
         console.print(f"Attention warnings in this run: {attention_warnings}")
-        if self.trainer.loggers and self.trainer.log_dir:
+        if self.trainer.loggers and log_dir:
             # soft_wrap: a path broken over two lines cannot be copied
-            console.print(f"Curves: tensorboard --logdir {self.trainer.log_dir}", soft_wrap=True, highlight=False)
+            console.print(f"Curves: tensorboard --logdir {log_dir}", soft_wrap=True, highlight=False)
 
 
 def report(console: Console, monitor: AttentionMonitor) -> None:
@@ -162,10 +170,13 @@ def report(console: Console, monitor: AttentionMonitor) -> None:
         console.print("The monitor has no snapshot: the run took no step that it samples, or nothing was captured.")
         return
     shown = [name for name in SHOWN if name in snapshot.values] or list(snapshot.values)[: len(SHOWN)]
-    headings = (name.replace("_", " ").replace("@", " @ ") for name in shown)
-    table = Table("layer", *headings, title=f"Attention at step {snapshot.step}, mean over the heads of a layer")
-    for layer, path in snapshot.layers.items():
-        table.add_row(f"{layer} {path}", *(_mean(snapshot.values[name].get(layer, [])) for name in shown))
+    table = Table(
+        "layer",
+        *(SHOWN.get(name, name) for name in shown),
+        title=f"Attention at step {snapshot.step}, mean over the heads of a layer",
+    )
+    for layer in snapshot.layers:
+        table.add_row(str(layer), *(_mean(snapshot.values[name].get(layer, [])) for name in shown))
     console.print(table)
     alarms = ", ".join(f"{rule} {heads}" for rule, heads in snapshot.alarms.items() if heads)
     console.print(f"Heads under alarm at step {snapshot.step}: {alarms or 'none'}")

@@ -43,9 +43,7 @@ class TestLogging:
     def test_one_call_per_sample_at_the_step_that_the_module_logs_at(self, tmp_path):
         logger = Recorder(tmp_path, name="run")
         monitor = AttentionMonitor(every_n_steps=2, strict=True)
-        trainer(tmp_path, monitor, logger=logger, max_steps=5).fit(
-            LanguageModule(), loader(token_batches(5))
-        )
+        trainer(tmp_path, monitor, logger=logger, max_steps=5).fit(LanguageModule(), loader(token_batches(5)))
         calls = attn_calls(logger)
         assert [step for step, _ in calls] == [0, 2, 4]
         module_steps = [step for step, metrics in logger.calls if "loss" in metrics]
@@ -195,7 +193,9 @@ class TestResume:
         def run(name, max_steps, checkpoint=None):
             logger = Recorder(tmp_path / name, name="run")
             monitor = AttentionMonitor(every_n_steps=2, rows=8)
-            keep = ModelCheckpoint(tmp_path / name / "checkpoints", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+            keep = ModelCheckpoint(
+                tmp_path / name / "checkpoints", filename="{step}", every_n_train_steps=3, save_top_k=-1
+            )
             fit = trainer(
                 tmp_path, monitor, keep, logger=logger, max_steps=max_steps, enable_checkpointing=True, max_epochs=-1
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture.discovery import keyword_parameters, site_kind
+from attnmon.capture.discovery import forward_parameters, site_kind
 
 __all__ = ["Context", "Hook", "padding_of_mask"]
 
@@ -77,10 +76,10 @@ class Context:
         covered: list[str] = []  # paths of modules that are told the mask; their descendants are told by them
         for module, layer in layers.items():
             below = any(path == "" or layer == path or layer.startswith(path + ".") for path in covered)
-            names = keyword_parameters(module.forward)
-            told = names is not None and "attention_mask" in names
+            names = forward_parameters(module)
+            told = "attention_mask" in names
             # A pretrained model without the argument, an image tower say, has no padding mask: not even its parent's.
-            untold = names is not None and not names & {"attention_mask", "kwargs"} and _is_pretrained(module)
+            untold = not {"attention_mask", "kwargs"} & set(names) and _is_pretrained(module)
             if untold or (told and (not below or _is_pretrained(module))):
                 if not below and told:
                     covered.append(layer)
@@ -203,15 +202,8 @@ def _argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return kwargs[name]
     if not args:
         return None
-    names = list(_signature(type(module).forward))[1:]
+    names = forward_parameters(module)
     return args[names.index(name)] if name in names[: len(args)] else None
-
-
-def _signature(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def padding_of_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | None:

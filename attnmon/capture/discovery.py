@@ -103,11 +103,9 @@ def unsupported_kernels(model: nn.Module) -> dict[str, str]:
     for module, layer in named_layers(model).items():
         if _library(type(module)) is not None or isinstance(module, nn.MultiheadAttention):
             continue
-        if site_kind(module) is None:
-            for name in sorted(_UNSUPPORTED):
-                if _reaches(module, frozenset({name}), ()):
-                    found[layer] = name
-                    break
+        if _reaches(module, _UNSUPPORTED, ()) and site_kind(module) is None:
+            named = (name for name in sorted(_UNSUPPORTED) if _reaches(module, frozenset({name}), ()))
+            found[layer] = next(named, "a kernel")
     return found
 
 
@@ -305,9 +303,21 @@ def _reachable(function: types.FunctionType, cls: type) -> Iterator[Any]:
             yield candidate
 
 
-def keyword_parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names that `function` takes, or None if its signature can't be read."""
+_PARAMETERS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def forward_parameters(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of the module's forward, without ``self``; empty if they can't be read."""
+    cls = type(module)
+    if "forward" in vars(module):  # an instance's own
+        return _parameters(module.forward)
+    if cls not in _PARAMETERS:
+        _PARAMETERS[cls] = _parameters(cls.forward)[1:]
+    return _PARAMETERS[cls]
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
-        return frozenset(inspect.signature(function).parameters)
+        return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return None
+        return ()

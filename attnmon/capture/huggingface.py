@@ -8,8 +8,6 @@ original does with them, so that is read off the function itself.
 from __future__ import annotations
 
 import inspect
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,95 +28,90 @@ _OPAQUE = ("flash", "flex", "paged")
 
 
 class _Slot:
-    """One entry of one registry, replaced while anybody watches."""
+    """One entry of a registry's tables, replaced while anybody watches."""
 
-    def __init__(self, interface: Any, name: str) -> None:
+    def __init__(self, interface: Any, table: dict[str, Any], name: str) -> None:
         self.interface = interface
+        self.table = table
         self.name = name
         self.users = 0
         self.had = False
         self.previous: Callable[..., Any] | None = None
-        self.dispatcher = self._make_dispatcher()
+        self.replacement = self.make_replacement()
 
-    def _make_dispatcher(self) -> Callable[..., Any]:
-        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            original = self.original(module)
-            if torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
-            attachments = _state.watchers(module)
-            if not attachments:
-                return original(module, *args, **kwargs)
-            with _state.busy():  # the fused function inside is this call, not another
-                result = original(module, *args, **kwargs)
-            for attachment in attachments:
-                _deliver(attachment, module, self.name, original, args, kwargs, result)
-            return result
-
-        return attention
-
-    def original(self, module: nn.Module) -> Callable[..., Any]:
-        """What `module` would have called; "eager" stands for the function of its own model file."""
-        if self.had and self.previous is not None:
-            return self.previous
-        registered = self.interface._global_mapping.get(self.name)
-        return registered if registered is not None else _eager_function(type(module))
+    def make_replacement(self) -> Callable[..., Any]:
+        raise NotImplementedError
 
     def install(self) -> None:
         if self.users == 0:
-            local = self.interface._local_mapping
-            self.had = self.name in local
-            self.previous = local.get(self.name)
-            local[self.name] = self.dispatcher
+            self.had = self.name in self.table
+            self.previous = self.table.get(self.name)
+            self.table[self.name] = self.replacement
         self.users += 1
 
     def release(self) -> None:
         self.users -= 1
-        if self.users:
-            return
-        local = self.interface._local_mapping
-        if local.get(self.name) is self.dispatcher:  # otherwise it was replaced after us, and stays replaced
-            if self.had:
-                local[self.name] = self.previous
+        if self.users or self.table.get(self.name) is not self.replacement:
+            return  # still needed, or replaced after us and to stay so
+        if self.had:
+            self.table[self.name] = self.previous
+        else:
+            del self.table[self.name]
+
+
+class _Function(_Slot):
+    """A registered attention function."""
+
+    def make_replacement(self) -> Callable[..., Any]:
+        def original() -> Callable[..., Any]:
+            registered: Callable[..., Any] = self.interface._global_mapping.get(self.name)
+            return self.previous if self.previous is not None else registered
+
+        return _dispatcher(self.name, original)
+
+
+class _Default(_Slot):
+    """The way to a function that is not registered: "eager", which each model file brings along itself."""
+
+    def make_replacement(self) -> Callable[..., Any]:
+        dispatchers: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+        def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            if self.previous is not None:
+                function = self.previous(attn_implementation, default)
             else:
-                del local[self.name]
+                function = type(self.interface).get_interface(self.interface, attn_implementation, default)
+            if function is not default or default is None:
+                return function  # type: ignore[no-any-return]
+            if default not in dispatchers:
+                dispatchers[default] = _dispatcher("eager", lambda: default)
+            return dispatchers[default]
+
+        return get_interface
 
 
-# One dispatcher per entry for the life of the process: compiled code is guarded by its identity, and a new one for
+def _dispatcher(name: str, original: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """An attention function that does what ``original()`` does, and shows the calls of watched modules."""
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = original()
+        if torch.compiler.is_compiling():
+            return function(module, *args, **kwargs)
+        attachments = _state.watchers(module)
+        if not attachments:
+            return function(module, *args, **kwargs)
+        with _state.busy():  # the fused function inside is this call, not another
+            result = function(module, *args, **kwargs)
+        for attachment in attachments:
+            _deliver(attachment, module, name, function, args, kwargs, result)
+        return result
+
+    return attention
+
+
+# One replacement per entry for the life of the process: compiled code is guarded by its identity, and a new one for
 # every attachment would mean a new compilation for every attachment.
 _SLOTS: dict[tuple[int, str], _Slot] = {}
-
-
-_EAGER: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
-
-
-def _eager_function(cls: type) -> Callable[..., Any]:
-    """The eager function of the model file that `cls` comes from: what it hands the interface as its default."""
-    if cls not in _EAGER:
-        _EAGER[cls] = _find_eager_function(cls)
-    return _EAGER[cls]
-
-
-def _find_eager_function(cls: type) -> Callable[..., Any]:
-    function = interface_function(cls)
-    if function is not None:
-        for name in _names_in_order(function.__code__):
-            if name.endswith("eager_attention_forward") and name in function.__globals__:
-                return function.__globals__[name]  # type: ignore[no-any-return]
-    for base in cls.__mro__:
-        namespace = inspect.getmodule(base)
-        if namespace is not None and hasattr(namespace, "eager_attention_forward"):
-            return namespace.eager_attention_forward  # type: ignore[no-any-return]
-    raise LookupError(
-        f"Expected the model file of `{cls.__name__}` to define `eager_attention_forward`, but it does not. "
-        "Load the model with attn_implementation='sdpa'."
-    )
-
-
-def _names_in_order(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in_order(constant)
 
 
 def install(modules: list[nn.Module]) -> Callable[[], None]:
@@ -130,23 +123,25 @@ def install(modules: list[nn.Module]) -> Callable[[], None]:
             continue
         interface = function.__globals__["ALL_ATTENTION_FUNCTIONS"]
         for name in {"sdpa", "eager", _implementation(module)}:
-            if name is None:
-                continue
-            if name == "eager" or name in interface:
+            if name is not None and name in interface:
                 wanted[id(interface), name] = interface
-        if "eager" not in interface:
-            _eager_function(type(module))  # fill the cache now, where a missing function can still be reported
+        if hasattr(type(interface), "get_interface"):
+            wanted[id(interface), "get_interface"] = interface
     slots = []
     for (identity, name), interface in wanted.items():
         slot = _SLOTS.get((identity, name))
         if slot is None or slot.interface is not interface:
-            slot = _SLOTS[identity, name] = _Slot(interface, name)
+            if name == "get_interface":
+                slot = _Default(interface, vars(interface), name)
+            else:
+                slot = _Function(interface, interface._local_mapping, name)
+            _SLOTS[identity, name] = slot
         slot.install()
         slots.append(slot)
 
     def uninstall() -> None:
-        for slot in slots:
-            slot.release()
+        while slots:
+            slots.pop().release()
 
     return uninstall
 

@@ -381,8 +381,11 @@ def _over_blocks(
     top_n: int | Iterable[int],
     mask: Tensor | None,
     fields: Fields,
+    precise: bool = False,
 ) -> dict[str, Tensor]:
     """Check and group the arguments of a top-N quantity and gather what `fields` makes of each block.
+
+    With `precise`, float32 rows are computed in float64 where the device has it.
 
     Returns:
         Every field as ``(..., K)`` in the dtype of the result, NaN where a row is unusable or sees at most N keys.
@@ -416,9 +419,11 @@ def _over_blocks(
     weights = weights.detach().expand(*lead, n).reshape(groups, rows, n)
     mask = None if mask is None else mask.expand(*lead, n).reshape(groups, rows, n)
     vectors = vectors.detach().reshape(*batch[:cut], n, d).expand(*lead[:cut], n, d).reshape(groups, n, d)
-    out = _grouped(weights, vectors, sizes, mask, fields, result)
+    if precise and weights.device.type != "mps":
+        weights, vectors = weights.double(), vectors.double()
+    out = _grouped(weights, vectors, sizes, mask, fields, torch.promote_types(weights.dtype, vectors.dtype))
     shape = lead if single else (*lead, len(sizes))
-    return {name: value.reshape(shape) for name, value in out.items()}
+    return {name: value.reshape(shape).to(result) for name, value in out.items()}
 
 
 @torch.no_grad()

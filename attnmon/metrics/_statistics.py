@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from attnmon.metrics._checks import _check_top_n
 from attnmon.metrics._selection import _Block, _over_blocks
-from attnmon.metrics.bounds import SeparabilityBounds, _bounds_update
+from attnmon.metrics.bounds import SeparabilityBounds, separability_bounds
 from attnmon.metrics.distance import TopNDistances, _distance_update
 from attnmon.metrics.separability import Separability, _separability_update
 
@@ -45,9 +46,16 @@ def selection_statistics(
     if unknown:
         raise ValueError(f"Expected `want` to hold names out of {SELECTION_FIELDS}, but got {unknown[0]!r}.")
 
+    sizes, single = _check_top_n(top_n)
+    chosen = sizes[0] if single else sizes
+    plain = [name for name in names if name not in SeparabilityBounds._fields]
+
     def fields(block: _Block) -> dict[str, Tensor]:
         # Separability first: the distances overwrite the arrays that it compares.
-        out = _separability_update(block, names)
-        return out | _distance_update(block, names) | _bounds_update(block, names)
+        return _separability_update(block, plain) | _distance_update(block, plain)
 
-    return _over_blocks(weights, vectors, top_n, mask, fields)
+    out = _over_blocks(weights, vectors, chosen, mask, fields) if plain else {}
+    if len(plain) < len(names):
+        limits = separability_bounds(weights, vectors, chosen, mask=mask)._asdict()
+        out |= {name: limits[name] for name in names if name in limits}
+    return out

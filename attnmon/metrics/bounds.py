@@ -126,5 +126,6 @@ def separability_bounds(
         (tensor(0.3365), tensor(1.))
     """
     names = SeparabilityBounds._fields
-    values = _over_blocks(weights, vectors, top_n, mask, lambda block: _bounds_update(block, names))
+    # float64: the lower bound is 1 minus a quotient that is often near 1
+    values = _over_blocks(weights, vectors, top_n, mask, lambda block: _bounds_update(block, names), precise=True)
     return SeparabilityBounds(**values)

@@ -97,6 +97,7 @@ def _trace(model: nn.Module) -> dict[str, object]:
 
         state["global"] = dict(functions._global_mapping)
         state["local"] = dict(functions._local_mapping)
+        state["registry"] = {key: value for key, value in vars(functions).items() if key != "_local_mapping"}
     return state
 
 

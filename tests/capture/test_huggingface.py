@@ -45,44 +45,48 @@ SMALL = {
 }
 
 
+def spread(model):
+    """The model in inference mode, with weights large enough for attention to be far from uniform."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 or parameter.shape == (4,):  # (4,): gpt-oss's sinks
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
 def gpt2(attention="sdpa", **options):
     config = GPT2Config(
         n_layer=2, n_head=4, n_embd=32, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=1,
         attn_implementation=attention, **options,
     )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
+    return spread(GPT2LMHeadModel(config))
 
 
 def llama(attention="sdpa", **options):
-    return LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention, **options)).eval()
+    return spread(LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention, **options)))
 
 
 def mistral(attention="sdpa"):
-    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4, attn_implementation=attention)).eval()
+    return spread(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4, attn_implementation=attention)))
 
 
 def gemma2(attention="eager"):
     config = Gemma2Config(
         **SMALL, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=3, attn_implementation=attention
     )
-    return Gemma2ForCausalLM(config).eval()
+    return spread(Gemma2ForCausalLM(config))
 
 
 def gpt_oss(attention="eager"):
     config = GptOssConfig(
         **SMALL, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, attn_implementation=attention
     )
-    model = GptOssForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            nn.init.normal_(parameter)
-    return model
+    return spread(GptOssForCausalLM(config))
 
 
 def bert(attention="sdpa"):
     config = BertConfig(**{k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")})
     config._attn_implementation = attention
-    return BertModel(config).eval()
+    return spread(BertModel(config))
 
 
 def t5(attention="sdpa"):
@@ -90,7 +94,7 @@ def t5(attention="sdpa"):
         vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
         attn_implementation=attention,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config).eval()
+    return spread(T5ForConditionalGeneration(config))
 
 
 def bart(attention="sdpa"):
@@ -99,7 +103,7 @@ def bart(attention="sdpa"):
         decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
         attn_implementation=attention,
     )  # fmt: skip
-    return BartForConditionalGeneration(config).eval()
+    return spread(BartForConditionalGeneration(config))
 
 
 def tokens(batch=3, length=9, pad=None):
@@ -150,6 +154,16 @@ def test_arguments_recompute_the_output(make, attention, projection, pad, captur
         assert call.output is not None
         if pad is not None:
             assert torch.equal(call.valid, inputs["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_scale_of_gpt2_variants(weights, attention, capture, recompute):
+    model = gpt2(attention, scale_attn_weights=weights, scale_attn_by_inverse_layer_idx=True)
+    captured = capture(model, lambda: model(**tokens()), "c_proj")
+    captured.inner = [inner for inner in captured.inner if inner.shape[-1] == 32]
+    check(captured, recompute)
+    assert captured.calls[1].scale == pytest.approx(captured.calls[0].scale / 2)
 
 
 def test_key_heads_are_not_repeated(capture):
@@ -320,6 +334,92 @@ def test_continued_with_a_cache(capture, recompute):
     assert torch.equal(call.valid, mask[:, -3:].bool())
 
 
+def my_attention(module, query, key, value, attention_mask, scaling=1.0, **kwargs):
+    """An eager function of nobody's."""
+    weights = (query @ key.transpose(2, 3) * scaling).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+class Interfaced(nn.Module):
+    """Hands what it is given to the attention interface."""
+
+    is_causal = True
+    num_key_value_groups = 1
+
+    def __init__(self):
+        super().__init__()
+        self.config = LlamaConfig(attn_implementation="sdpa")
+
+    def forward(self, query, key, value, mask=None, **options):
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, my_attention)
+        return function(self, query, key, value, mask, **options)[0]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_flag_with_more_keys_than_queries_drops_the_rest(biased, capture, recompute):
+    model = Interfaced()
+    query, key, value = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 5)
+    options = {"position_bias": torch.randn(1, 3, 4, 7)} if biased else {}
+    captured = capture(model, lambda: model(query, key, value, **options))
+    (call,) = captured.calls
+    assert call.key.shape[2] == call.value.shape[2] == 4
+    assert call.causal_offset == 0
+    expected = captured.result.transpose(1, 2)
+    torch.testing.assert_close(recompute(call), expected.double(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["one query", "not causal", "bool", "bool and bias", "heads", "scaling"])
+def test_ways_to_call_the_interface(case, capture, recompute):
+    model = Interfaced()
+    query, key, value = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 5)
+    mask = torch.rand(2, 1, 4, 7) > 0.4
+    mask[..., 0] = True
+    arguments, options = {
+        "one query": ((query[:, :, :1], key, value), {}),
+        "not causal": ((query, key, value), {"is_causal": False}),
+        "bool": ((query, key, value, mask), {}),
+        "bool and bias": ((query, key, value, mask), {"position_bias": torch.randn(1, 3, 4, 7)}),
+        "heads": ((query, key, value, torch.randn(2, 3, 4, 7)), {}),
+        "scaling": ((query, key, value, mask), {"scaling": 0.1, "dropout": 0.0}),
+    }[case]
+    captured = capture(model, lambda: model(*arguments[:4], **options))
+    (call,) = captured.calls
+    expected = captured.result.transpose(1, 2)
+    assert torch.equal(call.output, expected)
+    torch.testing.assert_close(recompute(call), expected.double(), atol=1e-5, rtol=1e-4)
+
+
+def test_eager_function_of_any_name(capture, recompute):
+    model = Interfaced()
+    model.config._attn_implementation = "eager"
+    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 7, 8)
+    captured = capture(model, lambda: model(query, key, key, scaling=0.3))
+    (call,) = captured.calls
+    assert "my_attention" in call.unexplained[0]
+    torch.testing.assert_close(recompute(call), captured.result.transpose(1, 2).double(), atol=1e-5, rtol=1e-4)
+
+
+def test_scaling_per_head_is_reported(capture):
+    model = Interfaced()
+    model.config._attn_implementation = "eager"
+    query = torch.randn(2, 3, 4, 8)
+
+    captured = capture(model, lambda: model(query, query, query, scaling=torch.rand(3, 1, 1)))
+    assert captured.calls == []
+    assert "`scaling` is a tensor of shape (3, 1, 1)" in captured.skipped[""][0]
+
+
+def test_kernel_below_the_interface_is_not_a_second_call(capture):
+    class Own(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(Interfaced(), Own())
+    x = torch.randn(2, 3, 4, 8)
+    calls = capture(model, lambda: model[1](model[0](x, x, x))).calls
+    assert [call.layer for call in calls] == ["0", "1"]
+
+
 def test_one_token_is_not_a_decode_step(capture):
     model = llama()
     calls = capture(model, lambda: [model(**tokens(length=1)) for _ in range(2)]).calls
@@ -400,7 +500,7 @@ def test_unknown_function_under_dropout_is_skipped(warm_attention, capture):
 
 def test_local_registry_of_a_model_file(capture, recompute):
     config = transformers.DogeConfig(**SMALL, attn_implementation="sdpa")
-    model = transformers.DogeForCausalLM(config).eval()
+    model = spread(transformers.DogeForCausalLM(config))
     from transformers.models.doge import modeling_doge
 
     before = dict(modeling_doge.ALL_ATTENTION_FUNCTIONS._local_mapping)
