@@ -19,7 +19,9 @@ def top(weights: np.ndarray, size: int) -> list[int]:
 
 
 def softmax(scores: np.ndarray, temperature: float) -> list[mpmath.mpf]:
-    exps = [mpmath.exp((mpmath.mpf(float(s)) - mpmath.mpf(float(max(scores)))) / mpmath.mpf(temperature)) for s in scores]
+    exps = [
+        mpmath.exp((mpmath.mpf(float(s)) - mpmath.mpf(float(max(scores)))) / mpmath.mpf(temperature)) for s in scores
+    ]
     total = mpmath.fsum(exps)
     return [e / total for e in exps]
 
@@ -157,7 +159,10 @@ def sensitivity(scores: np.ndarray, direction: np.ndarray, temperature: float, e
     length = _norm([mpmath.mpf(float(v)) for v in direction])
 
     def weights(step: mpmath.mpf) -> list[mpmath.mpf]:
-        z = [(mpmath.mpf(float(s)) + step * mpmath.mpf(float(v)) / length) / t for s, v in zip(scores, direction, strict=True)]
+        z = [
+            (mpmath.mpf(float(s)) + step * mpmath.mpf(float(v)) / length) / t
+            for s, v in zip(scores, direction, strict=True)
+        ]
         exps = [mpmath.exp(v - max(z)) for v in z]
         total = mpmath.fsum(exps)
         return [v / total for v in exps]

@@ -3,17 +3,17 @@
 The functions return one value per row, NaN where the quantity is undefined or the row is not finite; the classes
 average rows per head and count what they left out. All share one set of conventions:
 
-- `weights` and `scores` are ``(..., n)``, `vectors` ``(..., n, d)`` broadcastable, `mask` ``(..., n)`` with True = visible.
+- `weights` and `scores` are ``(..., n)``, `vectors` ``(..., n, d)`` broadcastable, `mask` ``(..., n)``, True = visible.
 - What lies under the mask is ignored, never renormalised; a zero weight is not a mask; a score of -inf is one.
 - `top_n`, `temperature` and `epsilon` take a number or several; a number drops its own dimension.
 - Half types compute and return in float32, float32 and float64 stay.
 
 For an engine that wants several quantities of the same rows, `selection_statistics` makes everything that needs a top-N
-selection in one pass (fields by name), and `jacobian_norms` several norms of the softmax Jacobian from one sort. Pass rows
-that share their keys as ``weights (batch, heads, rows, n)`` with ``vectors (batch, heads, 1, n, d)``: such groups are
-computed with matrix products. Temporaries stay below `attnmon.metrics._selection._BUDGET`. On a CPU some rows are
-computed again where rounding could show, which needs their count; on CUDA float32 rows are computed in float64 and
-nothing makes the host wait for the device.
+selection in one pass (fields by name), and `jacobian_norms` several norms of the softmax Jacobian from one sort. Pass
+rows that share their keys as ``weights (batch, heads, rows, n)`` with ``vectors (batch, heads, 1, n, d)``: such groups
+are computed with matrix products. Temporaries stay about `attnmon.metrics._selection._BUDGET`. On a CPU some rows are
+computed again where rounding could show, which needs their count; on CUDA float32 rows are computed in float64, and
+nothing makes the host wait for the device (but for the bounds of Theorem 2).
 """
 
 from attnmon.metrics._statistics import SELECTION_FIELDS, selection_statistics

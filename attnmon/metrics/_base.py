@@ -155,7 +155,8 @@ class _HeadMean(Metric):
                 return fn(tensor.float())
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(move, exclude_state)  # type: ignore[no-any-return]
+        super()._apply(move, exclude_state)
+        return self
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = super()._wrap_compute(compute)

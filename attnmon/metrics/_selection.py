@@ -15,20 +15,18 @@ Which selected keys are nearer to ``s_N`` than every unselected one (`separabili
 values of it differ by more than rounding can explain; where they don't, that row is decided again in float64, and
 for float64 rows from the differences themselves.
 
-Entry points: `_over_blocks` cuts any batch into blocks that fit the memory budget and hands each to functions of a
-`_Block`. `attnmon.metrics.selection_statistics` is what most callers want.
+`attnmon.metrics._blocks` cuts any batch into the blocks that are handled here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnmon.metrics._checks import _check_floating, _check_mask, _check_top_n, _zeroed
+from attnmon.metrics._checks import _zeroed
 
 __all__: list[str] = []
 
@@ -41,7 +39,6 @@ _CANCELLED = 2.5e-2
 _GATHERED = 64
 
 Points = Callable[[tuple[Tensor, ...], bool], Tensor]
-Fields = Callable[["_Block"], dict[str, Tensor]]
 
 
 def _block_elements(device: torch.device, dtype: torch.dtype) -> int:
@@ -177,7 +174,7 @@ class _Block:
     def reach(self) -> Tensor:
         """``sum_{I_N} a_j ||x_j||``, (G, R, K): what the rounding of s_N is measured against."""
         lengths = self.group.norms[:, None].expand_as(self.weights).gather(-1, self.order) * self.top_weights
-        return lengths.cumsum(-1)[..., [size - 1 for size in self.top_n]]
+        return (lengths[:, :, None] * self.member).sum(-1)
 
     @cached_property
     def _excess(self) -> tuple[Tensor, Tensor]:
@@ -230,7 +227,9 @@ class _Block:
         """`points` in float64 for some rows, ``index = (g, r, k)`` of shape (m,) each: (m, d)."""
         group, row, column = index
         out = []
-        step = max(1, _block_elements(row.device, torch.float64) // (self.order.shape[-1] * self.group.vectors.shape[-1]))
+        step = max(
+            1, _block_elements(row.device, torch.float64) // (self.order.shape[-1] * self.group.vectors.shape[-1])
+        )
         for g, r, k in zip(group.split(step), row.split(step), column.split(step), strict=True):
             picked = self.group.vectors[g[:, None], self.order[g, r]].double()
             out.append(torch.bmm((self.member[k] * self.top_weights[g, r])[:, None].double(), picked).squeeze(1))
@@ -370,88 +369,8 @@ def _top_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if width * depth != n:
         keys = torch.nn.functional.pad(keys, (0, width * depth - n), value=-2.0)
     columns = keys.unflatten(-1, (depth, width)).amax(-2).topk(k, dim=-1).indices
-    candidates = (columns[..., None, :] + torch.arange(0, width * depth, width, device=keys.device)[:, None]).flatten(-2)
+    candidates = (columns[..., None, :] + torch.arange(0, width * depth, width, device=keys.device)[:, None]).flatten(
+        -2
+    )
     values, place = keys.gather(-1, candidates).topk(k, dim=-1)
     return values, candidates.gather(-1, place)
-
-
-def _over_blocks(
-    weights: Tensor,
-    vectors: Tensor,
-    top_n: int | Iterable[int],
-    mask: Tensor | None,
-    fields: Fields,
-    precise: bool = False,
-) -> dict[str, Tensor]:
-    """Check and group the arguments of a top-N quantity and gather what `fields` makes of each block.
-
-    With `precise`, float32 rows are computed in float64 where the device has it.
-
-    Returns:
-        Every field as ``(..., K)`` in the dtype of the result, NaN where a row is unusable or sees at most N keys.
-    """
-    weights = _check_floating("weights", weights, "(..., n)", 1)
-    vectors = _check_floating("vectors", vectors, "(..., n, d)", 2)
-    mask = _check_mask(mask, weights, "weights")
-    n, d = vectors.shape[-2:]
-    if weights.shape[-1] != n:
-        raise ValueError(
-            f"Expected `vectors` to hold one vector for each of the {weights.shape[-1]} keys of `weights`, but got {n}: "
-            f"shape {tuple(vectors.shape)} for weights of shape {tuple(weights.shape)}. The key is dimension -2."
-        )
-    sizes, single = _check_top_n(top_n, n)
-    result = torch.promote_types(weights.dtype, vectors.dtype)
-    lead = weights.shape[:-1] if mask is None else torch.broadcast_shapes(weights.shape[:-1], mask.shape[:-1])
-    try:
-        lead = torch.broadcast_shapes(lead, vectors.shape[:-2])
-    except RuntimeError:
-        raise ValueError(
-            f"Expected `vectors` to broadcast over the rows of `weights`, {tuple(weights.shape[:-1])}, but got leading "
-            f"dimensions {tuple(vectors.shape[:-2])}. Rows that share their vectors need a 1 there, e.g. "
-            "`vectors.unsqueeze(-3)` for weights (batch, heads, rows, n) and vectors (batch, heads, n, d)."
-        ) from None
-    # The trailing dimensions that `vectors` lacks or holds once are the rows of a group.
-    batch = (1,) * (len(lead) - vectors.dim() + 2) + tuple(vectors.shape[:-2])
-    cut = len(lead)
-    while cut and batch[cut - 1] == 1:
-        cut -= 1
-    groups, rows = math.prod(lead[:cut]), math.prod(lead[cut:])
-    weights = weights.detach().expand(*lead, n).reshape(groups, rows, n)
-    mask = None if mask is None else mask.expand(*lead, n).reshape(groups, rows, n)
-    vectors = vectors.detach().reshape(*batch[:cut], n, d).expand(*lead[:cut], n, d).reshape(groups, n, d)
-    if precise and weights.device.type != "mps":
-        weights, vectors = weights.double(), vectors.double()
-    out = _grouped(weights, vectors, sizes, mask, fields, torch.promote_types(weights.dtype, vectors.dtype))
-    shape = lead if single else (*lead, len(sizes))
-    return {name: value.reshape(shape).to(result) for name, value in out.items()}
-
-
-@torch.no_grad()
-def _grouped(
-    weights: Tensor,
-    vectors: Tensor,
-    sizes: tuple[int, ...],
-    mask: Tensor | None,
-    fields: Fields,
-    result: torch.dtype,
-) -> dict[str, Tensor]:
-    """`fields` of weights (G, R, n) and vectors (G, n, d), block by block: name -> (G, R, K)."""
-    groups, rows, n = weights.shape
-    direct = result == torch.float64 or weights.device.type != "cuda"
-    work = result if direct else torch.float64
-    budget = _block_elements(weights.device, work)
-    gathered = max(sizes) * vectors.shape[-1] if max(sizes) <= _GATHERED else 0
-    per_row = n * len(sizes) + gathered
-    some = max(1, min(groups, budget // max(1, rows * per_row)))
-    step = max(1, rows if some > 1 else min(rows, budget // per_row))
-    out: dict[str, Tensor] = {}
-    for g in range(0, max(groups, 1), some):
-        group = _Group(vectors[g : g + some].to(work), direct)
-        for r in range(0, max(rows, 1), step):
-            at = (slice(g, g + some), slice(r, r + step))
-            block = _Block(weights[at].to(work), group, None if mask is None else mask[at], sizes)
-            for name, value in fields(block).items():
-                if name not in out:
-                    out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
-                out[name][at] = torch.where(block.defined, value, torch.nan).to(result)
-    return out

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
-from attnmon.metrics._selection import _Block, _over_blocks
+from attnmon.metrics._selection import _Block
 from attnmon.metrics.bounds import SeparabilityBounds, separability_bounds
 from attnmon.metrics.distance import TopNDistances, _distance_update
 from attnmon.metrics.separability import Separability, _separability_update

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmon.metrics._selection import _Block, _over_blocks
+from attnmon.metrics._blocks import _over_blocks
+from attnmon.metrics._selection import _Block
 
 __all__ = ["SeparabilityBounds", "separability_bounds"]
 
@@ -54,10 +55,8 @@ def _bounds_update(block: _Block, want: Iterable[str]) -> dict[str, Tensor]:
 
 def _sum_of_others(values: Tensor) -> Tensor:
     """For each entry the sum of all others along the last dimension, without subtracting it from a total."""
-    before = values.cumsum(-1)
-    after = values.flip(-1).cumsum(-1).flip(-1)
-    pad = torch.nn.functional.pad
-    return pad(before[..., :-1], (1, 0)) + pad(after[..., 1:], (0, 1))
+    size = values.shape[-1]
+    return values @ (1 - torch.eye(size, dtype=values.dtype, device=values.device))
 
 
 def _smallest_gap(block: _Block) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
+from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
-from attnmon.metrics._selection import _CANCELLED, _Block, _norm_sum, _over_blocks, _recompute
+from attnmon.metrics._selection import _CANCELLED, _Block, _norm_sum, _recompute
 
 __all__ = ["TopNDistance", "TopNDistances", "top_n_distance"]
 
@@ -128,7 +129,7 @@ def _upper_bound(block: _Block) -> Tensor:
 def _largest_gap(block: _Block) -> Tensor:
     """``d1``, the largest distance between a selected and an unselected key, (G, R, K)."""
     pairwise = block.group.pairwise
-    g, r, n = block.weights.shape
+    g = block.weights.shape[0]
     groups = torch.arange(g, device=block.order.device)[:, None]
     gap = torch.zeros_like(block.weights)  # over the selected keys so far
     out = torch.empty_like(block.defined, dtype=gap.dtype)
@@ -152,8 +153,8 @@ def top_n_distance(
     With ``I_N`` the N keys of largest weight and ``s_N = sum_{i in I_N} a_i x_i``:
 
     - ``distance`` ``d_N = sum_{i not in I_N} || a_i x_i - s_N ||`` (eqs. 6, 7);
-    - ``upper_bound`` ``(1 - A) d1 + max_{I_N} ||x_j|| (A (n - N) - (1 - A))``, ``A = sum_{I_N} a_i``, ``d1`` the largest
-      distance between a selected and an unselected key (Theorem 1.1);
+    - ``upper_bound`` ``(1 - A) d1 + max_{I_N} ||x_j|| (A (n - N) - (1 - A))``, ``A = sum_{I_N} a_i``, ``d1`` the
+      largest distance between a selected and an unselected key (Theorem 1.1);
     - ``expected_paper`` ``(n - N)/n sum_i || (a_i + N/(n-1)) x_i - c ||``, ``c = sum_j a_j x_j`` (eq. 10 as printed);
     - ``expected_lower``, ``expected_upper``: Jensen's bounds of the expectation of ``d_N`` over a uniformly drawn
       selection, which the printed form is not.

@@ -23,8 +23,9 @@ def _entropy_rows(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
     """Entropy in nats and the number of visible keys per row; NaN where a row is not finite or sees nothing."""
     weights, _, count = _visible_weights(weights, mask)
     # log(clamp) rather than xlogy: the same numbers, but its gradient at 0 is finite.
-    logs = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
-    entropy = 0.0 - (weights * logs).sum(-1)  # 0 - x: a one-hot row gives 0, not -0
+    logs = weights.clamp_min(torch.finfo(weights.dtype).tiny)
+    terms = weights * logs.log() if weights.requires_grad else logs.log_().mul_(weights)
+    entropy = 0.0 - terms.sum(-1)  # 0 - x: a one-hot row gives 0, not -0
     return torch.where((count > 0) & entropy.isfinite(), entropy, torch.nan), count
 
 

@@ -42,12 +42,14 @@ def _secular_step(total: Tensor, moment: Tensor, root: Tensor, second: Tensor) -
     return (weight + pole) / (1 + weight * second)
 
 
-def _spectral(rest: Tensor, work: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, iterations: int) -> Tensor:
+def _spectral(
+    rest: Tensor, work: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, iterations: int
+) -> Tensor:
     r"""Largest eigenvalue of ``diag(a) - a a^T``, times Z, divided by the second largest weight's share p.
 
     With ``a = (1, second * rest) / Z`` and ``sum a = 1``, the secular equation ``1 = sum a_i^2 / (a_i - x)`` is the
     same as ``0 = sum a_i / (a_i - x)``, in which nothing cancels: ``sum_i rest_i / (x - rest_i) = 1 / (1 - second x)``
-    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `work` is room of the size of `rest`.
+    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `work` is room of `rest`'s size.
     """
     eps = torch.finfo(rest.dtype).eps
     floor = 1 + 4 * eps
@@ -71,10 +73,13 @@ def _spectral(rest: Tensor, work: Tensor, leaders: Tensor, first: Tensor, square
     return root
 
 
-def _jacobian_block(gaps: Tensor, rest: Tensor, work: Tensor, leaders: Tensor, temperature: float, norms: Iterable[str]) -> dict[str, Tensor]:
+def _jacobian_block(
+    gaps: Tensor, rest: Tensor, work: Tensor, leaders: Tensor, temperature: float, norms: Iterable[str]
+) -> dict[str, Tensor]:
     """Norms of rows given by ``gaps = s - s_(2)`` (rows, n), -inf at the largest score and at masked keys.
 
-    `rest` and `work` are room of the same shape. `leaders` holds the same for the largest few scores, the largest first: ``s_(1) - s_(2), 0, ...``.
+    `rest` and `work` are room of the same shape. `leaders` holds the same for the largest few scores, the largest
+    first: ``s_(1) - s_(2), 0, ...``.
     """
     # Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
     # least 1; it is kept above where its cube is subnormal, which would be many times slower.

@@ -88,7 +88,7 @@ def score_max(scores: Tensor, temperature: float | Iterable[float] = 1.0, *, mas
     if kept.shape[-1] == 0:
         largest = kept.new_full((*kept.shape[:-1], 1), torch.nan)
     else:
-        largest = torch.linalg.vector_norm(kept, torch.inf, dim=-1, keepdim=True)
+        largest = torch.maximum(kept.amax(-1, keepdim=True), -kept.amin(-1, keepdim=True))
     largest = torch.where((shown.sum(-1, keepdim=True) > 0) & largest.isfinite(), largest, torch.nan)
     return _over_temperatures(largest, temperatures, single)
 

@@ -35,7 +35,7 @@ def _sensitivity_rows(
             coarse = torch.softmax(gaps / temperature + nudge, -1) - weights
             change = torch.where(nudge.amax(-1, keepdim=True) < limit, fine, coarse)
             columns.append(torch.linalg.vector_norm(change, dim=-1) / epsilon)
-    return torch.stack(columns, -1).unflatten(-1, (len(temperatures), len(epsilons)))
+    return torch.stack(columns, -1).reshape(*scores.shape[:-1], len(temperatures), len(epsilons))
 
 
 @torch.no_grad()

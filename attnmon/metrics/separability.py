@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
+from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
-from attnmon.metrics._selection import _Block, _block_elements, _over_blocks, _unit_roundoff
+from attnmon.metrics._selection import _Block, _block_elements, _unit_roundoff
 
 __all__ = ["Separability", "SeparabilityRatio", "separability"]
 
@@ -99,7 +100,7 @@ def _by_group(chosen: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _rows_of(block: _Block, index: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights (m, n), vectors (n, d) and points (m, d) in float64, and the selected keys (m, n), of one group's rows."""
+    """Weights (m, n), vectors (n, d), points (m, d) in float64, and the selected keys (m, n), of one group's rows."""
     g, r, k = index
     weights = block.weights[g, r].double()
     chosen = torch.zeros_like(weights, dtype=torch.bool)
@@ -144,7 +145,7 @@ def _by_differences(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: b
 
 
 def _extreme(a: Tensor, x: Tensor, s: Tensor, rough: Tensor, among: Tensor, sign: float = 1.0) -> Tensor:
-    """Index (m, 1) of the nearest key (farthest for sign -1), from a rough first choice that the differences improve."""
+    """Index (m, 1) of the nearest key (farthest for sign -1), from a rough choice that the differences improve."""
     pivot = rough.argmin(-1, keepdim=True)
     fine = torch.where(among, sign * _relative(a, x, s, pivot), torch.inf)
     return fine.argmin(-1, keepdim=True)
@@ -187,8 +188,8 @@ def separability(
         mask: ``(..., n)``, bool, True = visible, or None.
 
     Returns:
-        Four tensors ``(...)`` or ``(..., len(top_n))``: shares in ``[0, 1]``, and ``radius``, at least 0, in the unit of
-        the vectors. NaN where a row sees N keys or fewer, or is not finite. No gradient.
+        Four tensors ``(...)`` or ``(..., len(top_n))``: shares in ``[0, 1]``, and ``radius``, at least 0, in the unit
+        of the vectors. NaN where a row sees N keys or fewer, or is not finite. No gradient.
 
     Raises:
         TypeError: If a tensor is not floating-point, `mask` is not bool or `top_n` is not integer.

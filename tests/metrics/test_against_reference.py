@@ -130,7 +130,8 @@ def test_row_quantities(kind: str, dtype: torch.dtype) -> None:
         assert close(F.score_max(scores, 2.0), max(abs(s)) / 2, dtype)
         assert close(F.first_key_weight(weights), float(a[0]), dtype)
         low, high = F.dispersion_constants(weights)
-        assert close(low, n * float(a.min()), dtype) and close(high, n * float(a.max()), dtype)
+        assert close(low, n * float(a.min()), dtype)
+        assert close(high, n * float(a.max()), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
@@ -143,7 +144,9 @@ def test_jacobian_norms(kind: str, dtype: torch.dtype) -> None:
         for column, temperature in enumerate(temperatures):
             for name, value in reference.jacobian(scores.numpy(), temperature).items():
                 result = got[name][column]
-                assert close(result, value, dtype), f"{name} at T = {temperature}, n = {n}: {float(result)} is not {value}"
+                assert close(result, value, dtype), (
+                    f"{name} at T = {temperature}, n = {n}: {float(result)} is not {value}"
+                )
 
 
 def test_spectral_norm_of_clustered_rows() -> None:
@@ -166,7 +169,9 @@ def test_sensitivity(kind: str, dtype: torch.dtype) -> None:
     temperatures, epsilons = (0.02, 1.0, 8.0), (1e-3, 0.1, 10.0)
     for n in (1, 2, 11):
         scores = stored(kind, n, 2, dtype)[0]
-        got = F.finite_difference_sensitivity(scores, temperatures, epsilons, generator=torch.Generator().manual_seed(3))
+        got = F.finite_difference_sensitivity(
+            scores, temperatures, epsilons, generator=torch.Generator().manual_seed(3)
+        )
         draw = torch.randn(scores.shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
         for i, temperature in enumerate(temperatures):
             for j, epsilon in enumerate(epsilons):
@@ -224,7 +229,7 @@ def test_many_keys_and_large_selections_agree_with_double() -> None:
 
 def test_selection_in_float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form that runs on CUDA, where no entry is looked for and computed again."""
-    import attnmon.metrics._selection as module
+    import attnmon.metrics._blocks as module
 
     def block(weights, vectors, sizes, mask, fields, result):  # type: ignore[no-untyped-def]
         group = module._Group(vectors.double(), direct=False)

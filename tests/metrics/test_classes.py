@@ -94,10 +94,12 @@ def expected(case: Case, *batches: dict[str, Tensor]) -> tuple[Tensor, Tensor, T
     rows = torch.cat([case.function(*b.values()).double().transpose(0, 1).flatten(1, 2) for b in batches], 1)
     used = (~rows.isnan()).sum(1)
     mean = rows.nanmean(1)
-    deviation = torch.stack([
-        torch.stack([c[~c.isnan()].std() for c in head.unbind(-1)]) if head.dim() > 1 else head[~head.isnan()].std()
-        for head in rows
-    ])
+    deviation = torch.stack(
+        [
+            torch.stack([c[~c.isnan()].std() for c in head.unbind(-1)]) if head.dim() > 1 else head[~head.isnan()].std()
+            for head in rows
+        ]
+    )
     return mean, deviation / used.sqrt(), used, rows.shape[1] - used
 
 
@@ -105,10 +107,12 @@ def check(metric: Any, case: Case, *batches: dict[str, Tensor]) -> None:
     mean, error, used, skipped = expected(case, *batches)
     shape = (HEADS,) if case.columns is None else (HEADS, case.columns)
     value = metric.compute()
-    assert value.shape == shape and value.dtype == torch.float64
+    assert value.shape == shape
+    assert value.dtype == torch.float64
     torch.testing.assert_close(value, mean)
     torch.testing.assert_close(metric.standard_error(), error)
-    assert torch.equal(metric.rows_used, used) and torch.equal(metric.rows_skipped, skipped)
+    assert torch.equal(metric.rows_used, used)
+    assert torch.equal(metric.rows_skipped, skipped)
 
 
 @every
@@ -196,7 +200,8 @@ def test_casting_the_owner_leaves_the_states(case: Case, cast: torch.dtype) -> N
     metric.update(**second)
     check(metric, case, first, second)
     metric.reset()
-    assert metric.total.dtype == torch.float64 and metric.used.dtype == torch.int64
+    assert metric.total.dtype == torch.float64
+    assert metric.used.dtype == torch.int64
 
 
 @every
@@ -217,7 +222,8 @@ def test_before_the_first_update(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         metric = case.make()
-        assert metric.compute().isnan().all() and metric.standard_error().isnan().all()
+        assert metric.compute().isnan().all()
+        assert metric.standard_error().isnan().all()
         assert metric.rows_used.sum() == 0
         # an empty batch, and one in which no row counts
         given = batch(case, 0)
@@ -234,7 +240,8 @@ def test_no_graph_is_kept(case: Case) -> None:
     for name in set(given) - {"mask"}:
         given[name].requires_grad_()
     metric.update(**given)
-    assert not metric.total.requires_grad and metric.total.grad_fn is None
+    assert not metric.total.requires_grad
+    assert metric.total.grad_fn is None
     metric(**given)
     assert not metric.total.requires_grad
 
@@ -254,14 +261,18 @@ def test_one_bad_row_is_left_out(case: Case) -> None:
 def test_wrong_shapes(case: Case) -> None:
     metric, given = case.make(), batch(case, 0)
     name = "scores" if case.scores else "weights"
-    with pytest.raises(ValueError, match=rf"Expected `{name}` to have 4 dimensions \(batch, num_heads, rows, n\), but got 3"):
+    with pytest.raises(
+        ValueError, match=rf"Expected `{name}` to have 4 dimensions \(batch, num_heads, rows, n\), but got 3"
+    ):
         metric.update(**{**given, name: given[name][0]})
     with pytest.raises(ValueError, match=rf"Expected `{name}` to have 3 heads in dimension 1, .* but got 2"):
         metric.update(**{**given, name: given[name][:, :2]})
     with pytest.raises(TypeError, match=rf"Expected `{name}` to be a floating-point tensor"):
         metric.update(**{**given, name: given[name].int()})
     if case.vectors:
-        with pytest.raises(ValueError, match=r"Expected `vectors` to have shape \(batch, 3, n, d\), but got \(2, 2, 24, 7\)"):
+        with pytest.raises(
+            ValueError, match=r"Expected `vectors` to have shape \(batch, 3, n, d\), but got \(2, 2, 24, 7\)"
+        ):
             metric.update(**{**given, "vectors": given["vectors"][:, :2]})
     assert metric.rows_used.sum() == 0
 

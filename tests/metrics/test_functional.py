@@ -71,7 +71,9 @@ def test_order_of_keys_does_not_matter(seed: int) -> None:
 @given(st.integers(0, 10**6), st.sampled_from([2.0**-20, 0.5, 8.0, 2.0**20]))
 def test_scale_of_the_vectors(seed: int, factor: float) -> None:
     weights, _, vectors = sample(seed)
-    plain, scaled = (selection_statistics(weights, x, (1, 3), want=SELECTION_FIELDS) for x in (vectors, factor * vectors))
+    plain, scaled = (
+        selection_statistics(weights, x, (1, 3), want=SELECTION_FIELDS) for x in (vectors, factor * vectors)
+    )
     for name in ("distance", "upper_bound", "expected_paper", "expected_lower", "expected_upper", "radius"):
         torch.testing.assert_close(scaled[name], factor * plain[name])
     same({k: plain[k] for k in ("ratio", "precision", "f_score", "lower", "upper")}, scaled)
@@ -166,7 +168,12 @@ def test_shapes() -> None:
         assert F.separability_bounds(weights, vectors, argument).lower.shape == (2, 3, *tail)
     assert F.softmax_jacobian_norm(scores, 1.0).shape == (2, 3)
     assert F.softmax_jacobian_norm(scores, (1.0,)).shape == (2, 3, 1)
-    for temperature, epsilon, tail in ((1.0, 0.1, ()), ((1.0,), 0.1, (1,)), (1.0, (0.1, 1, 2), (3,)), ((1, 2), (3,), (2, 1))):
+    for temperature, epsilon, tail in (
+        (1.0, 0.1, ()),
+        ((1.0,), 0.1, (1,)),
+        (1.0, (0.1, 1, 2), (3,)),
+        ((1, 2), (3,), (2, 1)),
+    ):
         assert F.finite_difference_sensitivity(scores, temperature, epsilon).shape == (2, 3, *tail)
     assert F.top_n_distance(weights[:0], vectors[:0], (1, 2)).distance.shape == (0, 3, 2)
     assert F.softmax_jacobian_norm(scores[:0], 1.0).shape == (0, 3)
@@ -200,7 +207,8 @@ def test_minus_infinity_is_a_mask_and_a_zero_weight_is_not() -> None:
         torch.testing.assert_close(
             F.softmax_jacobian_norm(hidden, 1.0, norm=norm), F.softmax_jacobian_norm(scores[:7], 1.0, norm=norm)
         )
-    assert F.score_spread(hidden).isnan() and F.score_spread(hidden, min_keys=7) == F.score_spread(scores[:7], min_keys=7)
+    assert F.score_spread(hidden).isnan()
+    assert F.score_spread(hidden, min_keys=7) == F.score_spread(scores[:7], min_keys=7)
     weights = torch.softmax(hidden, -1)
     assert F.attention_entropy(weights, normalize=True) == F.attention_entropy(weights) / math.log(10)
     assert F.top_n_distance(weights, vectors, 8).distance.isfinite()
@@ -229,8 +237,28 @@ def test_arguments_are_left_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(copies, (weights, scores, vectors), strict=True))
     logits = scores.clone().requires_grad_()
     F.attention_entropy(torch.softmax(logits, -1)).sum().backward()
-    assert logits.grad is not None and logits.grad.isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
     assert not F.separability(torch.softmax(logits, -1), vectors, 1).ratio.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_does_not_reach_the_products(dtype: torch.dtype) -> None:
+    weights, scores, vectors = sample(10, 4, dtype=dtype)
+    plain = everything(weights, scores, vectors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(plain, everything(weights, scores, vectors), rtol=0, atol=0)
+
+
+def test_deterministic_algorithms_and_inference_mode() -> None:
+    weights, scores, vectors = sample(11, 4)
+    plain = everything(weights, scores, vectors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.inference_mode():
+            same(plain, everything(weights, scores, vectors), rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_sensitivity_draws_from_the_generator_only() -> None:
@@ -240,7 +268,8 @@ def test_sensitivity_draws_from_the_generator_only() -> None:
         F.finite_difference_sensitivity(scores, (0.1, 1.0), 0.1, generator=torch.Generator().manual_seed(1))
         for _ in range(2)
     )
-    assert torch.equal(first, second) and torch.equal(state, torch.get_rng_state())
+    assert torch.equal(first, second)
+    assert torch.equal(state, torch.get_rng_state())
     assert not torch.equal(first, F.finite_difference_sensitivity(scores, (0.1, 1.0), 0.1))
 
 
@@ -284,10 +313,15 @@ W, X, S = torch.full((2, 4), 0.25), torch.zeros(2, 4, 3), torch.zeros(2, 4)
         (
             lambda: F.attention_entropy(W.long()),
             TypeError,
-            "Expected `weights` to be a floating-point tensor (float16, bfloat16, float32 or float64), but got torch.int64.",
+            "Expected `weights` to be a floating-point tensor (float16, bfloat16, float32 or float64), but got torch.int64"
+            ". Convert it with `weights.float()`.",
         ),
         (lambda: F.separability(W, X.int(), 1), TypeError, "Expected `vectors` to be a floating-point tensor"),
-        (lambda: F.attention_entropy([0.5, 0.5]), TypeError, "Expected `weights` to be a torch.Tensor (..., n), but got list."),
+        (
+            lambda: F.attention_entropy([0.5, 0.5]),
+            TypeError,
+            "Expected `weights` to be a torch.Tensor (..., n), but got list.",
+        ),
         (
             lambda: F.attention_entropy(W, mask=torch.ones(2, 4)),
             TypeError,
@@ -298,12 +332,32 @@ W, X, S = torch.full((2, 4), 0.25), torch.zeros(2, 4, 3), torch.zeros(2, 4)
             ValueError,
             "Expected `mask` to be broadcastable to the shape of `scores`, (2, 4), but got shape (2, 5).",
         ),
-        (lambda: F.softmax_jacobian_norm(S, 0.0), ValueError, "Expected `temperature` to be positive and finite, but got 0.0."),
+        (
+            lambda: F.softmax_jacobian_norm(S, 0.0),
+            ValueError,
+            "Expected `temperature` to be positive and finite, but got 0.0.",
+        ),
         (lambda: F.softmax_jacobian_norm(S, (1.0, -1)), ValueError, "Expected `temperature` to be positive and finite"),
-        (lambda: F.softmax_jacobian_norm(S, math.inf), ValueError, "Expected `temperature` to be positive and finite, but got inf."),
-        (lambda: F.softmax_jacobian_norm(S, []), ValueError, "Expected `temperature` to hold at least one number, but got none."),
-        (lambda: F.softmax_jacobian_norm(S, "1"), TypeError, "Expected `temperature` to hold numbers, but got '1' of type str."),
-        (lambda: F.softmax_jacobian_norm(S, True), TypeError, "Expected `temperature` to hold numbers, but got True of type bool."),
+        (
+            lambda: F.softmax_jacobian_norm(S, math.inf),
+            ValueError,
+            "Expected `temperature` to be positive and finite, but got inf.",
+        ),
+        (
+            lambda: F.softmax_jacobian_norm(S, []),
+            ValueError,
+            "Expected `temperature` to hold at least one number, but got none.",
+        ),
+        (
+            lambda: F.softmax_jacobian_norm(S, "1"),
+            TypeError,
+            "Expected `temperature` to hold numbers, but got '1' of type str.",
+        ),
+        (
+            lambda: F.softmax_jacobian_norm(S, True),
+            TypeError,
+            "Expected `temperature` to hold numbers, but got True of type bool.",
+        ),
         (
             lambda: F.softmax_jacobian_norm(S, 1.0, norm="nuclear"),
             ValueError,
@@ -314,9 +368,17 @@ W, X, S = torch.full((2, 4), 0.25), torch.zeros(2, 4, 3), torch.zeros(2, 4)
             ValueError,
             "Expected `epsilon` to be positive and finite, but got 0.0.",
         ),
-        (lambda: F.attention_entropy(W, normalize=1), TypeError, "Expected `normalize` to be True or False, but got 1 of type int."),
+        (
+            lambda: F.attention_entropy(W, normalize=1),
+            TypeError,
+            "Expected `normalize` to be True or False, but got 1 of type int.",
+        ),
         (lambda: F.active_share(W, min_keys=0), ValueError, "Expected `min_keys` to be at least 1, but got 0."),
-        (lambda: F.score_spread(S, min_keys=2.5), TypeError, "Expected `min_keys` to be an integer, but got 2.5 of type float."),
+        (
+            lambda: F.score_spread(S, min_keys=2.5),
+            TypeError,
+            "Expected `min_keys` to be an integer, but got 2.5 of type float.",
+        ),
         (
             lambda: F.normalizer_jacobian_bound(W, S[:, :3], torch.ones(2)),
             ValueError,
