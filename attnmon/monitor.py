@@ -7,6 +7,7 @@ import fnmatch
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from attnmon.alerts import ALERT_QUANTITIES, Alert, AlertEngine, AlertRules, AttentionSaturationWarning
 from attnmon.capture import compiled_modules, describe_search, find_attention
+from attnmon.probe import uncompiled
 from attnmon.quantities import Column, expand_quantities
 from attnmon.rows import RowSampler
 from attnmon.schedule import due
@@ -183,7 +185,9 @@ class Monitor:
             # A probe compares steps, so it looks at the same rows each time.
             key = (self.options.seed, source, None if source == "probe" else step, _rank())
             sampler = RowSampler(self.options.rows, self.options.sequences, key)
-            self._window = Window(self._model, self._window_options, sampler, self._wanted, self._guard)
+            # A probe runs uncompiled, which has to be so already when the capture looks for compiled parts.
+            with uncompiled() if source == "probe" else nullcontext():
+                self._window = Window(self._model, self._window_options, sampler, self._wanted, self._guard)
 
         self._guard(attach)
         return self._window

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["call_model", "to_device", "undisturbed"]
+__all__ = ["call_model", "to_device", "uncompiled", "undisturbed"]
 
 
 @contextmanager
@@ -24,13 +24,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         model.eval()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), uncompiled():
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         for module, mode in training:
             module.training = mode
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Within, compiled modules run as they were written."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -43,7 +43,7 @@ class Window:
         options: What is measured.
         sampler: Which sequences and rows.
         wanted: Given a layer's path, whether it is measured. Called for every attention call, in call order.
-        guard: Called with a function that may fail; the caller decides what a failure means.
+        guard: Runs what reads the model's calls and may fail; it decides what a failure means.
     """
 
     def __init__(
@@ -59,12 +59,11 @@ class Window:
         self.sums: dict[str, LayerSums] = {}
         self.not_measured: dict[str, str] = {}
         self._wanted = wanted
-        self._guard = guard
         context = {"labels"} if options.tokens == "labelled" else set()
         if options.vectors != "value":
             context.add(options.vectors)
         self._attachment: Attachment | None = attach(
-            model, self._on_call, self._on_skip, context=frozenset(context), select=sampler.select
+            model, self._on_call, self._on_skip, context=frozenset(context), select=sampler.select, guard=guard
         )
 
     def set_tokens(self, valid: Tensor | None, labels: Tensor | None) -> None:
@@ -93,12 +92,9 @@ class Window:
             self.not_measured[layer] = reason
 
     def _on_call(self, call: AttentionCall) -> None:
-        def add() -> None:
-            if self._wanted(call.layer):
-                with torch.no_grad(), _full_precision(call.query.device):
-                    self._add(call)
-
-        self._guard(add)
+        if self._wanted(call.layer):
+            with torch.no_grad(), _full_precision(call.query.device):
+                self._add(call)
 
     def _add(self, call: AttentionCall) -> None:
         if call.query.numel() == 0 or call.key.shape[2] == 0:

@@ -51,6 +51,7 @@ class Attachment:
     `on_skip` (see `attnmon.capture.compiled_modules`).
 
     Attributes:
+        guard: Runs what reads a call; see `attach`.
         paused: While True, calls pass through unread.
         tokens: ``(valid, labels)``, each ``(batch, length)`` or None: what the next calls' positions are, taking
             precedence over what was found in the arguments of the model. None to go back to that.
@@ -64,8 +65,10 @@ class Attachment:
         *,
         context: frozenset[str],
         select: Callable[[int], Tensor | None] | None,
+        guard: Callable[[Callable[[], None]], None],
     ) -> None:
         self.paused = False
+        self.guard = guard
         everything = named_layers(model)
         roots = compiled_roots(model)
         compiled = {part for root in roots for part in root.modules()}
@@ -81,7 +84,7 @@ class Attachment:
         kinds = {module: site_kind(module) for module in self.layers}
         sites = {kind: [m for m, k in kinds.items() if k == kind] for kind in ("huggingface", "multihead", "sdpa")}
         try:
-            self._context = Context(self.layers, context)
+            self._context = Context(self.layers, context, guard)
             self._undo.append(self._context.close)
             if sites["huggingface"]:
                 self._undo.append(huggingface.install(sites["huggingface"]))
@@ -222,6 +225,10 @@ def looks_crossed(module: nn.Module, layer: str) -> bool:
     return any(word in name for word in ("cross", "encdec", "encoder_attn", "multihead_attn"))
 
 
+def _unguarded(function: Callable[[], None]) -> None:
+    function()
+
+
 def attach(
     model: nn.Module,
     on_call: Callable[[AttentionCall], None],
@@ -229,6 +236,7 @@ def attach(
     *,
     context: frozenset[str] = frozenset(),
     select: Callable[[int], Tensor | None] | None = None,
+    guard: Callable[[Callable[[], None]], None] = _unguarded,
 ) -> Attachment:
     """Start capturing the attention calls that the modules of `model` make.
 
@@ -236,11 +244,13 @@ def attach(
 
     Args:
         model: Any module, wrapped or not.
-        on_call: Receives each call in its normal form; what it raises goes to whoever runs the model.
+        on_call: Receives each call in its normal form.
         on_skip: Receives ``(layer, reason)``, once per layer, where calls cannot be captured.
         context: What to collect besides the call: any of ``"hidden"``, ``"embedding"``, ``"labels"``.
         select: Given the number of sequences of a call, the indices of those to keep (1-D, int64, on the CPU), or
             None for all. Every tensor of the call then holds these sequences only.
+        guard: Runs every function that reads something while the model runs, this module's own and `on_call`; what
+            it lets through goes to whoever runs the model.
 
     Returns:
         The attachment, in force.
@@ -253,4 +263,4 @@ def attach(
         raise ValueError(
             f"Expected `context` to name some of {sorted(_EXTRAS)}, but got {sorted(unknown)}. Drop the others."
         )
-    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select)
+    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select, guard=guard)

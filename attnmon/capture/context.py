@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ def inert(*args: Any, **kwargs: Any) -> None:
 class Hook:
     """A forward hook that stays behind when the model is copied or pickled."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], guard: Callable[[Callable[[], None]], None]) -> None:
         self.function = function
+        self.guard = guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         # A compiler that meets the hook leaves it out of the graph.
         if not torch.compiler.is_compiling():
-            self.function(*args, **kwargs)
+            self.guard(partial(self.function, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert
@@ -57,10 +59,17 @@ class Context:
     Args:
         layers: The watched modules with their paths.
         extras: Subset of ``{"hidden", "embedding", "labels"}``.
+        guard: Runs what the hooks do.
     """
 
-    def __init__(self, layers: dict[nn.Module, str], extras: frozenset[str]) -> None:
+    def __init__(
+        self,
+        layers: dict[nn.Module, str],
+        extras: frozenset[str],
+        guard: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.extras = extras
+        self._guard = guard
         self.tokens: tuple[Tensor | None, Tensor | None] | None = None
         self._frames: list[_Frame] = []
         self._hidden: dict[nn.Module, Tensor] = {}
@@ -83,15 +92,15 @@ class Context:
             if untold or (told and (not below or _is_pretrained(module))):
                 if not below and told:
                     covered.append(layer)
-                self._add(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
-                self._add(module.register_forward_hook(Hook(self._leave), always_call=True))
+                self._add(module.register_forward_pre_hook(Hook(self._enter, self._guard), with_kwargs=True))
+                self._add(module.register_forward_hook(Hook(self._leave, self._guard), always_call=True))
             if "embedding" in self.extras and isinstance(module, nn.Embedding):
-                self._add(module.register_forward_hook(Hook(self._embed)))
+                self._add(module.register_forward_hook(Hook(self._embed, self._guard)))
             if "hidden" in self.extras and site_kind(module) in ("huggingface", "sdpa"):
-                self._add(module.register_forward_pre_hook(Hook(self._see_hidden), with_kwargs=True))
+                self._add(module.register_forward_pre_hook(Hook(self._see_hidden, self._guard), with_kwargs=True))
         root = next(iter(layers), None)
         if root is not None and "embedding" in self.extras:
-            self._add(root.register_forward_pre_hook(Hook(self._forget)))
+            self._add(root.register_forward_pre_hook(Hook(self._forget, self._guard)))
 
     def _add(self, handle: Any) -> None:
         self._handles.append(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +104,7 @@ def _dispatcher(name: str, original: Callable[[], Callable[..., Any]]) -> Callab
         with _state.busy():  # the fused function inside is this call, not another
             result = function(module, *args, **kwargs)
         for attachment in attachments:
-            _deliver(attachment, module, name, function, args, kwargs, result)
+            attachment.guard(partial(_deliver, attachment, module, name, function, args, kwargs, result))
         return result
 
     return attention

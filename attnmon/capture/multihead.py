@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,15 @@ def _attend(module: nn.MultiheadAttention, original: Callable[..., Any], args: A
     attachments = _state.watchers(module)
     with _plain_kernels(module), _state.busy():
         output = original(*args, **kwargs)
-    if attachments:
-        given = _FORWARD.bind(module, *args, **kwargs)
-        given.apply_defaults()
-        for attachment in attachments:
-            _deliver(attachment, module, _of_module(module, given.arguments))
+    for attachment in attachments:
+        attachment.guard(partial(_deliver_module, attachment, module, args, kwargs))
     return output
+
+
+def _deliver_module(attachment: Attachment, module: nn.MultiheadAttention, args: Any, kwargs: Any) -> None:
+    given = _FORWARD.bind(module, *args, **kwargs)
+    given.apply_defaults()
+    _deliver(attachment, module, _of_module(module, given.arguments))
 
 
 def _encode_layer(layer: nn.TransformerEncoderLayer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,13 +104,16 @@ def _encode_layer(layer: nn.TransformerEncoderLayer, original: Callable[..., Any
     finally:
         _CALLED.remove(called)
     standard = type(layer)._sa_block is nn.TransformerEncoderLayer._sa_block
-    if attachments and attention not in called and standard:  # the fast path goes around the attention module
-        given = _LAYER.bind(layer, *args, **kwargs)
-        given.apply_defaults()
+    if attention not in called and standard:  # the fast path goes around the attention module
         for attachment in attachments:
-            arguments = _of_encoder_layer(layer, given.arguments)
-            _deliver(attachment, attention, arguments)
+            attachment.guard(partial(_deliver_layer, attachment, layer, args, kwargs))
     return output
+
+
+def _deliver_layer(attachment: Attachment, layer: nn.TransformerEncoderLayer, args: Any, kwargs: Any) -> None:
+    given = _LAYER.bind(layer, *args, **kwargs)
+    given.apply_defaults()
+    _deliver(attachment, layer.self_attn, _of_encoder_layer(layer, given.arguments))
 
 
 def _of_module(module: nn.MultiheadAttention, given: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +44,9 @@ class _Mode(TorchFunctionMode):
         output = func(*args, **kwargs)
         for attachment, module, crosses in _callers(sys._getframe(1)):
             if func is F.multi_head_attention_forward:
-                multihead.deliver_functional(attachment, module, args, kwargs)
+                attachment.guard(partial(multihead.deliver_functional, attachment, module, args, kwargs))
             else:
-                _deliver(attachment, module, crosses, args, kwargs, output)
+                attachment.guard(partial(_deliver, attachment, module, crosses, args, kwargs, output))
         return output
 
 
