@@ -15,6 +15,7 @@ from attnmon.alerts import AlertRules
 from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor, MonitorOptions
 from attnmon.probe import call_model, undisturbed
+from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import write_pictures
 
@@ -47,9 +48,10 @@ class AttentionMonitor(pl.Callback):
     ``attn/warnings/<rule>``               heads                  heads under alarm; as text: the message
     ====================================== ====================== ===============================================
 
-    With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). TensorBoard gets one layer x
-    head image per quantity and an arranged "Custom Scalars" page as well. One sample of 12 layers writes about 300
-    scalars and 25 images.
+    With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). TensorBoard gets an arranged
+    "Custom Scalars" page and one layer x head image per quantity as well: images at the first ten samples, then at
+    ever fewer (`attnmon.schedule.picture_due`), and wherever there is an alert. A sample of 12 layers writes about 280
+    scalars; images are about 12 KB each.
 
     Args:
         every_n_steps: Optimizer steps between two samples; step 0 is sampled.
@@ -323,7 +325,11 @@ class AttentionMonitor(pl.Callback):
             logger.log_metrics(scalars, step=snapshot.step)
             if isinstance(logger, TensorBoardLogger):
                 self._write_layout(trainer, logger)
-                write_pictures(logger.experiment, snapshot, images=self.images, prefix=prefix)
+                drawn = snapshot.source == "validation" or self._drawn(snapshot)
+                write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
+
+    def _drawn(self, snapshot: Snapshot) -> bool:
+        return bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)
 
     def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
         """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""

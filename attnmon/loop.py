@@ -12,6 +12,7 @@ from torch import nn
 from attnmon.alerts import AlertRules
 from attnmon.monitor import Monitor, MonitorOptions
 from attnmon.probe import call_model, to_device, undisturbed
+from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import write_layout, write_snapshot
 
@@ -143,7 +144,8 @@ class Watch:
             if not self._layout_written:
                 write_layout(writer, snapshot)
                 self._layout_written = True
-            write_snapshot(writer, snapshot, per_head=self._per_head)
+            drawn = bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)
+            write_snapshot(writer, snapshot, per_head=self._per_head, images=drawn)
 
         self._monitor.guarded(write)
 

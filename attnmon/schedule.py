@@ -1,8 +1,8 @@
-"""Which optimizer steps are sampled."""
+"""Which optimizer steps are sampled, and which samples are drawn."""
 
 from __future__ import annotations
 
-__all__ = ["due"]
+__all__ = ["due", "picture_due"]
 
 
 def due(step: int, every_n_steps: int) -> bool:
@@ -39,3 +39,19 @@ def due(step: int, every_n_steps: int) -> bool:
                 f"Pass a whole number of optimizer steps, e.g. every_n_steps=50."
             )
     return step % every_n_steps == 0
+
+
+def picture_due(sample: int) -> bool:
+    """Whether the ``sample``-th sample of a run (from 0) is worth its images.
+
+    The first ten are, then every tenth up to the hundredth, every hundredth up to the thousandth, and so on: images
+    are most of an event file, TensorBoard shows ten of a tag, and a run of any length so writes a few dozen.
+
+    Example:
+        >>> [sample for sample in range(300) if picture_due(sample)][8:]
+        [8, 9, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 200]
+    """
+    spacing = 1
+    while sample >= 10 * spacing:
+        spacing *= 10
+    return sample % spacing == 0

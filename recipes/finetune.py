@@ -140,13 +140,22 @@ class CausalLM(LightningModule):
 
 
 class FinetuneCLI(LightningCLI):
-    """The command line: links model and data, and reports at the end of `fit`."""
+    """The command line: links model and data, sets the threads, and reports at the end of `fit`."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the model and the data one vocabulary and one context."""
         parser.link_arguments("model.model", "data.tokenizer")
         parser.link_arguments("data.vocab_size", "model.vocab_size")
         parser.link_arguments("data.context", "model.context")
+        parser.add_argument("--threads", type=int | None, default=None, help="CPU threads; null: torch decides.")
+
+    def before_instantiate_classes(self) -> None:
+        """Set the number of CPU threads."""
+        threads = self.config[self.subcommand].threads
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"Expected `threads` to be at least 1, but got {threads}. Leave it out to let torch decide.")
+            torch.set_num_threads(threads)
 
     def after_fit(self) -> None:
         """Print what the monitors saw last and where the curves lie."""

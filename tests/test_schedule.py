@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnmon.schedule import due
+from attnmon.schedule import due, picture_due
 
 
 def test_every_n_steps_from_the_first_on():
@@ -26,3 +26,10 @@ def test_not_an_integer(step, every):
 def test_negative_step():
     with pytest.raises(ValueError, match="Expected `step` to be an integer >= 0, but got -1"):
         due(-1, 5)
+
+
+def test_a_long_run_draws_a_few_dozen_pictures():
+    drawn = [sample for sample in range(100_001) if picture_due(sample)]
+    assert drawn[:12] == [*range(11), 20]
+    assert drawn[-1] == 100_000
+    assert len(drawn) == 10 + 9 * 4 + 1

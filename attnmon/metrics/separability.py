@@ -230,7 +230,7 @@ class SeparabilityRatio(_HeadMean):
         >>> metric = SeparabilityRatio(num_heads=1, top_n=(1, 2))
         >>> metric.update(torch.tensor([[[[0.6, 0.3, 0.1]]]]), torch.eye(3)[None, None])
         >>> metric.compute()
-        tensor([[1.0000, 0.5000]], dtype=torch.float64)
+        tensor([[1., 1.]], dtype=torch.float64)
     """
 
     def __init__(self, num_heads: int, top_n: int | Iterable[int] = (5, 10), **kwargs: Any) -> None:
