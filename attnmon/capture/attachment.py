@@ -53,8 +53,8 @@ class Attachment:
     Attributes:
         guard: Runs what reads a call; see `attach`.
         paused: While True, calls pass through unread.
-        tokens: ``(valid, labels)``, each ``(batch, length)`` or None: what the next calls' positions are, taking
-            precedence over what was found in the arguments of the model. None to go back to that.
+        tokens: ``(valid, labels)``, each ``(batch, length)`` or None: what the next calls' positions are, for models
+            that are not told it themselves; what is found in the arguments of the model comes first.
     """
 
     def __init__(

@@ -173,10 +173,9 @@ class Context:
             kv_len: Keys in the call.
             cached: Whether the queries are the last of the keys' positions, as with a key-value cache.
         """
-        if self.tokens is not None and self.tokens[0] is not None:
-            known: Tensor | None = self.tokens[0]
-        else:
-            known = self._frames[-1].mask if self._frames else None
+        known = self._frames[-1].mask if self._frames else None
+        if known is None:
+            known = self._from_outside(0)
         if known is None or known.dim() != 2 or known.shape[0] != batch:
             return None
         if known.shape[1] == q_len:
@@ -190,15 +189,20 @@ class Context:
         """Labels of the queries' positions, ``(batch, q_len)``, or None."""
         if "labels" not in self.extras:
             return None
-        if self.tokens is not None and self.tokens[1] is not None:
-            return self.tokens[1] if self.tokens[1].shape == (batch, q_len) else None
         for frame in self._frames:
             if frame.labels is not None:
                 # The labels of an encoder-decoder are those of the decoder's positions, whatever the lengths.
                 if frame.is_encoder_decoder and "decoder" not in layer:
                     return None
                 return frame.labels if frame.labels.shape == (batch, q_len) else None
-        return None
+        labels = self._from_outside(1)
+        return labels if labels is not None and labels.shape == (batch, q_len) else None
+
+    def _from_outside(self, which: int) -> Tensor | None:
+        # Of an encoder-decoder it isn't said which of the two sequences is meant.
+        if self.tokens is None or any(frame.is_encoder_decoder for frame in self._frames):
+            return None
+        return self.tokens[which]
 
 
 def _is_pretrained(module: nn.Module) -> bool:
