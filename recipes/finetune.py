@@ -154,7 +154,9 @@ class FinetuneCLI(LightningCLI):
         threads = self.config[self.subcommand].threads
         if threads is not None:
             if threads < 1:
-                raise ValueError(f"Expected `threads` to be at least 1, but got {threads}. Leave it out to let torch decide.")
+                raise ValueError(
+                    f"Expected `threads` to be at least 1, but got {threads}. Leave it out: torch decides."
+                )
             torch.set_num_threads(threads)
 
     def after_fit(self) -> None:

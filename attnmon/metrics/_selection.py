@@ -31,7 +31,7 @@ from attnmon.metrics._checks import _zeroed
 __all__: list[str] = []
 
 # Bytes of the largest temporary. On a CPU one that stays in the cache is several times faster than one that does not.
-_BUDGET = {"cpu": 16 * 2**20}
+_BUDGET = {"cpu": 8 * 2**20}
 _BUDGET_DEVICE = 256 * 2**20
 # A squared norm below this share of ||p||^2 (about 1e-2 of all its terms) is computed again from the differences.
 _CANCELLED = 2.5e-2

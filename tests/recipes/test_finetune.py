@@ -56,7 +56,11 @@ def test_fit_reports_the_last_snapshot(
 
 
 def test_fit_a_model_from_a_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_file: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text_file: Path,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fit(monkeypatch, tmp_path, f"--data.text={text_file}", f"--model.model={model_dir}", "--data.context=64")
     assert "Attention at step 0" in capsys.readouterr().out
@@ -91,9 +95,7 @@ def test_loss_is_that_of_the_next_token() -> None:
     ids = torch.randint(300, (3, 16))
     with torch.no_grad():
         probabilities = model.net(input_ids=ids).logits.double().softmax(-1)
-        expected = -torch.stack(
-            [probabilities[b, t, ids[b, t + 1]].log() for b in range(3) for t in range(15)]
-        ).mean()
+        expected = -torch.stack([probabilities[b, t, ids[b, t + 1]].log() for b in range(3) for t in range(15)]).mean()
         assert model._loss({"input_ids": ids}).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -104,6 +106,16 @@ def test_only_matrices_decay_and_every_parameter_is_trained() -> None:
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in plain["params"]} == {1}
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_file: Path) -> None:
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    fit(monkeypatch, tmp_path, f"--data.text={text_file}", "--threads=1")
+    assert seen == [1]
+    with pytest.raises(ValueError, match=r"Expected `threads` to be at least 1, but got 0"):
+        fit(monkeypatch, tmp_path, "--threads=0")
+    assert torch.get_num_threads() == before
 
 
 def test_report_without_a_snapshot() -> None:

@@ -29,7 +29,8 @@ def test_blocks_are_the_text_cut_up(text_file: Path) -> None:
     data = blocks_of(text=str(text_file))
     assert data.tokenizer is not None
     text = text_file.read_text(encoding="utf-8")
-    pieces = [data.tokenizer.decode(block) for block in [*data.train_blocks["input_ids"], *data.val_blocks["input_ids"]]]
+    blocks = [*data.train_blocks["input_ids"], *data.val_blocks["input_ids"]]
+    pieces = [data.tokenizer.decode(block) for block in blocks]
     # a block may begin or end inside the bytes of a character
     assert all(piece.strip("\N{REPLACEMENT CHARACTER}") in text for piece in pieces)
     assert abs(len(text) - sum(map(len, pieces))) < 100  # disjoint, and complete but for less than one block
@@ -110,9 +111,8 @@ def test_empty_text(tmp_path: Path, content: bytes) -> None:
 def test_text_shorter_than_one_context(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("Too short.")
-    with pytest.raises(
-        ValueError, match=r"at least two blocks of `context` = 16 tokens.* but got \d+ tokens from .*short\.txt.*smaller"
-    ):
+    message = r"at least two blocks of `context` = 16 tokens.* but got \d+ tokens from .*short\.txt.*smaller"
+    with pytest.raises(ValueError, match=message):
         blocks_of(text=str(path))
 
 
@@ -162,7 +162,7 @@ def test_fetched_with_the_right_checksum(tmp_path: Path, address: str) -> None:
 
 def test_fetched_with_another_checksum(tmp_path: Path, address: str) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=rf"SHA-256 checksum {'0' * 64}, but what http\S* serves.*--data\.checksum null"):
+    with pytest.raises(ValueError, match=r"SHA-256 checksum 0{64}, but what http\S* serves.*--data\.checksum null"):
         blocks_of(text=address, cache_dir=str(cache), checksum="0" * 64)
     assert not list(cache.iterdir())  # nothing that a later run would take for the text
 
@@ -184,7 +184,7 @@ def test_fetch_fails(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "nowhere.gguf"])
 def test_unknown_model_path(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"Expected `model` to be a hub id.*but got '{name}', which does not exist.*Give"):
+    with pytest.raises(ValueError, match=rf"Expected `model` to be .*, but got '{name}', which does not exist.*Give"):
         load_pretrained(AutoModelForCausalLM, name)
 
 
@@ -195,7 +195,7 @@ def test_model_file_of_another_kind(text_file: Path) -> None:
 
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoTokenizer])
 def test_directory_without_a_model(tmp_path: Path, auto_class: Any) -> None:
-    with pytest.raises(ValueError, match=rf"Expected `model` to hold what {auto_class.__name__} can load, but .* failed"):
+    with pytest.raises(ValueError, match=rf"Expected `model` to hold what {auto_class.__name__} can load, but .*"):
         load_pretrained(auto_class, str(tmp_path))
 
 
