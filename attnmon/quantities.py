@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from attnmon import functional as F
-from attnmon.metrics import jacobian_norms, selection_statistics
+from attnmon.metrics import entropy_statistics, jacobian_norms, selection_statistics
 from attnmon.rows import RowBatch
 
 __all__ = ["ALL", "DEFAULT", "Column", "expand_quantities", "measure"]
 
 _PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     # name -> (logits, weights, mask) -> one number per row
-    "entropy": lambda z, a, m: F.attention_entropy(a, mask=m),
-    "entropy_normalized": lambda z, a, m: F.attention_entropy(a, mask=m, normalize=True),
-    "effective_keys": lambda z, a, m: F.effective_keys(a, mask=m),
-    "active_share": lambda z, a, m: F.active_share(a, mask=m),
     "participation_ratio": lambda z, a, m: F.participation_ratio(a, mask=m),
     "lemma1_min": lambda z, a, m: F.dispersion_constants(a, mask=m).lower,
     "lemma1_max": lambda z, a, m: F.dispersion_constants(a, mask=m).upper,
@@ -28,6 +24,7 @@ _PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "score_spread": lambda z, a, m: F.score_spread(z, mask=m),
     "score_max": lambda z, a, m: F.score_max(z, mask=m),
 }
+_ENTROPY = ("entropy", "entropy_normalized", "effective_keys", "active_share")
 _TOP_N = {  # name -> field of `selection_statistics`
     "separability": "ratio",
     "radius": "radius",
@@ -42,10 +39,11 @@ _TOP_N = {  # name -> field of `selection_statistics`
     "distance_expected_lower": "expected_lower",
     "distance_expected_upper": "expected_upper",
 }
+_BARE = (*_ENTROPY, *_PLAIN)  # names without an argument
 _JACOBIAN = {"jacobian": "spectral", "jacobian_frobenius": "frobenius", "jacobian_max": "max"}
 _SENSITIVITY = "sensitivity"
 
-ALL = (*_PLAIN, *_TOP_N, *_JACOBIAN, _SENSITIVITY)
+ALL = (*_BARE, *_TOP_N, *_JACOBIAN, _SENSITIVITY)
 DEFAULT = (
     "entropy",
     "entropy_normalized",
@@ -125,7 +123,7 @@ def _expand(
     name: str, base: str, argument: str, top_n: Iterable[int], temperatures: Iterable[float], epsilons: Iterable[float]
 ) -> list[Column]:
     try:
-        if base in _PLAIN:
+        if base in _BARE:
             if argument:
                 raise ValueError
             return [Column(base)]
@@ -144,7 +142,7 @@ def _expand(
     except ValueError:
         form = (
             "no argument"
-            if base in _PLAIN
+            if base in _BARE
             else "a whole N >= 1, as in 'separability@10'"
             if base in _TOP_N
             else "a positive multiple of the model's temperature, as in 'jacobian@0.5'"
@@ -179,6 +177,9 @@ def measure(
     n = batch.logits.shape[-1]
     nothing = torch.full_like(batch.logits[..., 0], float("nan"))
     measured: dict[Column, Tensor] = {}
+    if any(column.base in _ENTROPY for column in columns):
+        statistics = entropy_statistics(weights, mask=batch.mask)
+        measured |= {column: statistics[column.base] for column in columns if column.base in _ENTROPY}
     for column in columns:
         if column.base in _PLAIN:
             measured[column] = _PLAIN[column.base](batch.logits, weights, batch.mask)

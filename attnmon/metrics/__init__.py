@@ -9,7 +9,8 @@ average rows per head and count what they left out. All share one set of convent
 - Half types compute and return in float32, float32 and float64 stay.
 
 For an engine that wants several quantities of the same rows, `selection_statistics` makes everything that needs a top-N
-selection in one pass (fields by name), and `jacobian_norms` several norms of the softmax Jacobian from one sort. Pass
+selection in one pass (fields by name), `jacobian_norms` several norms of the softmax
+Jacobian from one sort, and `entropy_statistics` all that follows from the entropy. Pass
 rows that share their keys as ``weights (batch, heads, rows, n)`` with ``vectors (batch, heads, 1, n, d)``: such groups
 are computed with matrix products. Temporaries stay about `attnmon.metrics._selection._BUDGET`. On a CPU some rows are
 computed again where rounding could show, which needs their count; on CUDA float32 rows are computed in float64, and
@@ -24,6 +25,7 @@ from attnmon.metrics.entropy import (
     active_share,
     attention_entropy,
     effective_keys,
+    entropy_statistics,
     participation_ratio,
 )
 from attnmon.metrics.jacobian import SoftmaxJacobianNorm, jacobian_norms, softmax_jacobian_norm
@@ -46,6 +48,7 @@ __all__ = [
     "attention_entropy",
     "dispersion_constants",
     "effective_keys",
+    "entropy_statistics",
     "finite_difference_sensitivity",
     "first_key_weight",
     "jacobian_norms",

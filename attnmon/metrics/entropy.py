@@ -15,8 +15,12 @@ __all__ = [
     "active_share",
     "attention_entropy",
     "effective_keys",
+    "entropy_statistics",
     "participation_ratio",
 ]
+
+MIN_KEYS = 64
+"""Fewest visible keys of a row whose active share counts."""
 
 
 def _entropy_rows(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -27,6 +31,14 @@ def _entropy_rows(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
     terms = weights * logs.log() if weights.requires_grad else logs.log_().mul_(weights)
     entropy = 0.0 - terms.sum(-1)  # 0 - x: a one-hot row gives 0, not -0
     return torch.where((count > 0) & entropy.isfinite(), entropy, torch.nan), count
+
+
+def _normalized(entropy: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 1, entropy / count.clamp_min(2).log(), torch.nan)
+
+
+def _share(entropy: Tensor, count: Tensor, min_keys: int) -> Tensor:
+    return torch.where(count >= min_keys, entropy.exp() / count.clamp_min(1), torch.nan)
 
 
 def attention_entropy(weights: Tensor, *, mask: Tensor | None = None, normalize: bool = False) -> Tensor:
@@ -63,9 +75,7 @@ def attention_entropy(weights: Tensor, *, mask: Tensor | None = None, normalize:
     """
     _check_flag("normalize", normalize)
     entropy, count = _entropy_rows(weights, mask)
-    if normalize:
-        entropy = torch.where(count > 1, entropy / count.clamp_min(2).log(), torch.nan)
-    return entropy
+    return _normalized(entropy, count) if normalize else entropy
 
 
 def effective_keys(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -96,7 +106,7 @@ def effective_keys(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
     return _entropy_rows(weights, mask)[0].exp()
 
 
-def active_share(weights: Tensor, *, mask: Tensor | None = None, min_keys: int = 64) -> Tensor:
+def active_share(weights: Tensor, *, mask: Tensor | None = None, min_keys: int = MIN_KEYS) -> Tensor:
     r"""Measure the share of its visible keys that each row effectively attends to.
 
     ``exp(H) / n``, for rows with ``n >= min_keys`` only: in a short row a large share says nothing.
@@ -126,7 +136,7 @@ def active_share(weights: Tensor, *, mask: Tensor | None = None, min_keys: int =
     """
     _check_count("min_keys", min_keys, 1)
     entropy, count = _entropy_rows(weights, mask)
-    return torch.where(count >= min_keys, entropy.exp() / count.clamp_min(1), torch.nan)
+    return _share(entropy, count, min_keys)
 
 
 def participation_ratio(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -157,6 +167,30 @@ def participation_ratio(weights: Tensor, *, mask: Tensor | None = None) -> Tenso
     weights, _, _ = _visible_weights(weights, mask)
     moment = (weights * weights).sum(-1)
     return torch.where(moment.isfinite() & (moment > 0), 1 / moment, torch.nan)
+
+
+def entropy_statistics(weights: Tensor, *, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Compute everything that follows from the entropy in one pass, for whoever wants several.
+
+    Args:
+        weights: ``(..., n)``, float. Attention weights.
+        mask: ``(..., n)``, bool, True = visible, or None.
+
+    Returns:
+        ``"entropy"``, ``"entropy_normalized"``, ``"effective_keys"`` and ``"active_share"`` to ``(...)``, as
+        `attention_entropy`, `effective_keys` and `active_share` return them.
+
+    Raises:
+        TypeError: If `weights` is not floating-point or `mask` is not bool.
+        ValueError: If `mask` does not broadcast to `weights`.
+    """
+    entropy, count = _entropy_rows(weights, mask)
+    return {
+        "entropy": entropy,
+        "entropy_normalized": _normalized(entropy, count),
+        "effective_keys": entropy.exp(),
+        "active_share": _share(entropy, count, MIN_KEYS),
+    }
 
 
 class AttentionEntropy(_HeadMean):
