@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from attnmon.alerts import AlertRules
 from attnmon.dashboard import custom_scalars_layout
-from attnmon.monitor import Monitor, MonitorOptions
+from attnmon.monitor import Monitor
+from attnmon.options import MonitorOptions
 from attnmon.probe import call_model, undisturbed
 from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot

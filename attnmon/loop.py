@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from attnmon.alerts import AlertRules
-from attnmon.monitor import Monitor, MonitorOptions
+from attnmon.monitor import Monitor
+from attnmon.options import MonitorOptions
 from attnmon.probe import call_model, to_device, undisturbed
 from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot

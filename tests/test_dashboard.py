@@ -204,7 +204,7 @@ def test_image_arguments():
 
 
 def test_lightness_rises_along_the_colour_map():
-    from attnmon.dashboard import _colours as colour_map
+    from attnmon.dashboard.images import _colours as colour_map
 
     lightness = colour_map().astype(float) @ np.array([0.2126, 0.7152, 0.0722])
     assert (np.diff(lightness) > -0.6).all()

@@ -15,7 +15,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnmon import AttentionSaturationWarning, watch
-from attnmon.monitor import Monitor, MonitorOptions
+from attnmon.monitor import Monitor
+from attnmon.options import MonitorOptions
 
 
 def weights_of(model, batch) -> list[np.ndarray]:

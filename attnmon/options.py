@@ -1,0 +1,97 @@
+"""The arguments of a monitor, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from attnmon.alerts import ALERT_QUANTITIES, AlertRules
+from attnmon.quantities import Column, expand_quantities
+
+__all__ = ["MonitorOptions"]
+
+
+@dataclass(frozen=True)
+class MonitorOptions:
+    """Checked arguments of a monitor; each is explained at `attnmon.AttentionMonitor`.
+
+    Raises:
+        ValueError: A value is out of range, a name unknown.
+        TypeError: A value has the wrong type.
+    """
+
+    every_n_steps: int = 50
+    source: Literal["train", "probe"] = "train"
+    rows: int | Literal["all"] = 64
+    sequences: int = 4
+    tokens: Literal["valid", "labelled"] = "valid"
+    top_n: Sequence[int] = (1, 5, 10, 20)
+    temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0)
+    epsilons: Sequence[float] = (0.1,)
+    vectors: Literal["value", "hidden", "embedding"] = "value"
+    normalize_vectors: bool | None = None
+    quantities: Sequence[str] | None = None
+    layers: Sequence[int | str] | None = None
+    alerts: bool = True
+    rules: AlertRules | None = None
+    patience: int = 3
+    strict: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("every_n_steps", self.every_n_steps, 1)
+        _check_choice("source", self.source, ("train", "probe"))
+        if self.rows != "all":
+            _check_whole("rows", self.rows, 1, alternative="'all'")
+        _check_whole("sequences", self.sequences, 1)
+        _check_choice("tokens", self.tokens, ("valid", "labelled"))
+        _check_choice("vectors", self.vectors, ("value", "hidden", "embedding"))
+        for n in _check_sequence("top_n", self.top_n):
+            _check_whole("top_n", n, 1)
+        for name in ("temperatures", "epsilons"):
+            for number in _check_sequence(name, getattr(self, name)):
+                _check_positive(name, number)
+        _check_whole("patience", self.patience, 1)
+        _check_whole("seed", self.seed, None)
+        if self.quantities is not None:
+            _check_sequence("quantities", self.quantities)
+        if self.layers is not None:
+            _check_sequence("layers", self.layers)
+        self.columns()
+
+    def columns(self) -> tuple[Column, ...]:
+        """Everything measured: what was asked for, and what the rules need beside it."""
+        asked = expand_quantities(self.quantities, self.top_n, self.temperatures, self.epsilons)
+        if not self.alerts:
+            return asked
+        return tuple(dict.fromkeys((*asked, *expand_quantities(ALERT_QUANTITIES, (10,), (1.0,)))))
+
+
+def _check_whole(name: str, value: object, least: int | None, alternative: str = "") -> None:
+    expected = "a whole number" + ("" if least is None else f" of at least {least}")
+    expected += f" or {alternative}" if alternative else ""
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
+        raise ValueError(f"Expected `{name}` to be {expected}, but got {value!r} ({type(value).__name__}).")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < float("inf"):
+        raise ValueError(
+            f"Expected every entry of `{name}` to be a positive finite number, but got {value!r} "
+            f"({type(value).__name__})."
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Expected `{name}` to be one of {', '.join(map(repr, choices))}, but got {value!r}.")
+
+
+def _check_sequence(name: str, value: object) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"Expected `{name}` to be a list or tuple, but got {value!r} ({type(value).__name__}).")
+    if not value:
+        raise ValueError(f"Expected `{name}` to name at least one, but got an empty {type(value).__name__}.")
+    return value
