@@ -171,6 +171,10 @@ class Monitor:
             self._switch_off(self._failure or "The monitor of another process of this run failed.")
         else:
             self.guarded(finish)
+        # Outside the guard: who turns this warning into an error wants to be stopped by it.
+        if snapshot is not None and _rank() == 0:
+            for alert in snapshot.alerts:
+                warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=3)
         return snapshot
 
     def guarded(self, function: Callable[[], None]) -> None:
@@ -318,7 +322,7 @@ class Monitor:
         }
 
     def _judge(self, rules: AlertEngine, snapshot: Snapshot) -> list[Alert]:
-        alerts = rules.update(
+        return rules.update(
             step=snapshot.step,
             values=snapshot.values,
             errors=snapshot.errors,
@@ -326,10 +330,6 @@ class Monitor:
             temperatures=snapshot.temperatures,
             nonfinite=snapshot.nonfinite,
         )
-        for alert in alerts:
-            if _rank() == 0:
-                warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=5)
-        return alerts
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
         if not figures:

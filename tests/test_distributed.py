@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from toys import tiny_gpt2, token_batches
 
 from attnmon import watch
+from attnmon.metrics import AttentionEntropy, SeparabilityRatio, TopNDistance
 
 
 def rank_batch(rank: int) -> dict[str, torch.Tensor]:
@@ -65,7 +66,29 @@ def one_fails(rank: int) -> list:
         return [*snapshots, sum("switched off" in str(w.message) for w in caught)]
 
 
-JOBS = {"measure": measure, "all_padding": all_padding, "one_fails": one_fails}
+def rank_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and vectors of unequal numbers of rows."""
+    generator = torch.Generator().manual_seed(rank)
+    weights = torch.randn(1 + rank, 3, 4 + rank, 12, generator=generator).softmax(-1)
+    return weights, torch.randn(1 + rank, 3, 12, 5, generator=generator)
+
+
+def update_classes(rows: list) -> list:
+    """Mean, error and counts of the metric classes after these updates."""
+    results = []
+    for metric, take in [(AttentionEntropy(3), 1), (SeparabilityRatio(3, (2, 5)), 2), (TopNDistance(3, (2, 5)), 2)]:
+        for update in rows:
+            metric.update(*update[:take])
+        results += [metric.compute(), metric.standard_error(), metric.rows_used, metric.rows_skipped]
+    return results
+
+
+def classes(rank: int) -> list:
+    """torchmetrics sums over the ranks by itself."""
+    return update_classes([rank_rows(rank)])
+
+
+JOBS = {"measure": measure, "all_padding": all_padding, "one_fails": one_fails, "classes": classes}
 
 
 def run(tmp_path, job: str) -> list:
@@ -109,3 +132,10 @@ def test_a_failure_on_one_rank_switches_both_off(tmp_path):
     first, second = run(tmp_path, "one_fails")
     assert first == [True, False, False, 1]
     assert second == [True, False, False, 0]  # the first process warns for all
+
+
+def test_metric_classes_merge_over_ranks(tmp_path):
+    expected = update_classes([rank_rows(0), rank_rows(1)])
+    for results in run(tmp_path, "classes"):
+        for result, value in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, value)

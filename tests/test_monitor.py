@@ -1,6 +1,7 @@
 """The engine and the plain loop: figures against the model's own weights, schedule, layers, failures, errors."""
 
 import copy
+import gc
 import math
 import pickle
 import warnings
@@ -34,6 +35,12 @@ def run_once(model, batch, **arguments):
     with watch(model, **arguments) as monitor:
         model(**batch).loss.backward()
         return monitor.step()
+
+
+def run_probe(model, ids) -> dict:
+    """The figures of a probe."""
+    with watch(model, 1, source="probe", probe=ids, rows="all", sequences=100, strict=True) as monitor:
+        return monitor.latest.values
 
 
 class TestFigures:
@@ -295,6 +302,18 @@ class TestTrouble:
             model(**batches[0])
         assert torch.overrides._len_torch_function_stack() == 0
 
+    def test_a_warning_made_an_error_reaches_the_user(self):
+        """That is how one stops a run at a saturation."""
+        model, (batch,) = tiny_gpt2(initializer_range=0.5), token_batches(1)
+        with torch.no_grad():
+            model.transformer.h[0].attn.c_attn.weight *= 1000
+        with watch(model, 1) as monitor, pytest.raises(AttentionSaturationWarning, match="score"):
+            model(**batch).loss.backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", AttentionSaturationWarning)
+                monitor.step()
+        assert monitor.latest.alerts
+
     def test_a_call_that_the_arguments_do_not_explain_is_named_and_not_measured(self):
         """Attention with something on top that the query and key don't show."""
 
@@ -311,6 +330,51 @@ class TestTrouble:
         finally:
             del AttentionInterface._global_mapping["sharpened"]
             del AttentionMaskInterface._global_mapping["sharpened"]
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_a_compiled_model_says_so_and_is_read_by_a_probe(self, in_place):
+        model, batches = NanoModel(), token_batches(3)
+        plain = run_probe(model, batches[0]["input_ids"])
+        compiled = model
+        if in_place:
+            model.compile(backend="eager")
+        else:
+            compiled = torch.compile(model, backend="eager")
+        with (
+            watch(compiled, 1) as monitor,
+            pytest.warns(UserWarning, match="compiled.*source='probe'") as caught,
+        ):
+            for batch in batches:
+                compiled(batch["input_ids"]).mean().backward()
+                assert monitor.step() is None
+        assert len(caught) == 1
+        assert run_probe(compiled, batches[0]["input_ids"]) == plain
+
+    def test_gradient_checkpointing_counts_each_row_once(self):
+        (batch,) = token_batches(1)
+        plain = run_once(tiny_gpt2(), batch)
+        for reentrant in (False, True):
+            model = tiny_gpt2()
+            model.train()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                snapshot = run_once(model, batch, alerts=False)
+            assert snapshot.rows_used["entropy"] == plain.rows_used["entropy"]
+            assert snapshot.values["entropy"] == plain.values["entropy"]
+
+    def test_memory_stays_flat_over_sampled_steps(self):
+        """No tensor of a sampled step outlives it."""
+        model, batches = tiny_gpt2(), token_batches(30)
+        counts = []
+        with watch(model, 1, rows=4, alerts=False) as monitor:
+            for batch in batches:
+                model(**batch).loss.backward()
+                model.zero_grad(set_to_none=True)
+                monitor.step()
+                gc.collect()
+                counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+        assert counts[10] == counts[20] == counts[29]
 
     def test_pickle_and_deepcopy_leave_the_model_behind(self):
         monitor = Monitor(MonitorOptions())
