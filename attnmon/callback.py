@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from attnmon.alerts import AlertRules
 from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor
-from attnmon.options import MonitorOptions
+from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, undisturbed
 from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
@@ -54,8 +55,13 @@ class AttentionMonitor(pl.Callback):
     ever fewer (`attnmon.schedule.picture_due`), and wherever there is an alert. A sample of 12 layers writes about 280
     scalars; images are about 12 KB each.
 
+    A module that attends more than once in a step is one layer, and the rows of all its calls count; of a layer that
+    runs both with and without gradients in a step, those with. A learned attention sink counts as one more key, with a
+    zero vector and the sink's logit as its bias.
+
     Args:
-        every_n_steps: Optimizer steps between two samples; step 0 is sampled.
+        every_n_steps: Optimizer steps between two samples, counted as ``pl_module.log`` counts them (with manual
+            optimization: batches); step 0 is sampled, and under gradient accumulation the first batch of a step.
         source: ``"train"`` reads the training batch as it passes, no extra forward; ``"probe"`` runs a fixed
             validation batch before each sampled step, in eval mode under ``no_grad``, so that figures of different
             steps compare like with like. It costs one such forward.
@@ -105,9 +111,9 @@ class AttentionMonitor(pl.Callback):
         rows: int | Literal["all"] = 64,
         sequences: int = 4,
         tokens: Literal["valid", "labelled"] = "valid",
-        top_n: Sequence[int] = (1, 5, 10, 20),
-        temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0),
-        epsilons: Sequence[float] = (0.1,),
+        top_n: int | Sequence[int] = (1, 5, 10, 20),
+        temperatures: float | Sequence[float] = (0.1, 0.5, 1.0, 2.0),
+        epsilons: float | Sequence[float] = (0.1,),
         vectors: Literal["value", "hidden", "embedding"] = "value",
         normalize_vectors: bool | None = None,
         quantities: Sequence[str] | None = None,
@@ -129,15 +135,17 @@ class AttentionMonitor(pl.Callback):
             raise ValueError(
                 f"Expected `validation_batches` to be a whole number >= 0, but got {validation_batches!r}."
             )
+        for name, flag in (("per_head", per_head), ("images", images), ("layout", layout)):
+            check_flag(name, flag)
         self._options = MonitorOptions(
             every_n_steps=every_n_steps,
             source=source,
             rows=rows,
             sequences=sequences,
             tokens=tokens,
-            top_n=tuple(top_n),
-            temperatures=tuple(temperatures),
-            epsilons=tuple(epsilons),
+            top_n=top_n,
+            temperatures=temperatures,
+            epsilons=epsilons,
             vectors=vectors,
             normalize_vectors=normalize_vectors,
             quantities=quantities,
@@ -178,9 +186,15 @@ class AttentionMonitor(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
+        check_state(state_dict, "step", "monitor")
         self._step, self._stepped = state_dict["step"], False
         self._monitor.load_state_dict(state_dict["monitor"])
         self._restored = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Lightning binds `log` and `log_dict` of the module to a callback: a copy or a pickle leaves the module behind.
+        left = {"log", "log_dict", "_probe_batch"}
+        return {"_probe_batch": None, **{k: v for k, v in self.__dict__.items() if k not in left}}
 
     def _next_step(self) -> int:
         return self._step + self._stepped
@@ -317,17 +331,21 @@ class AttentionMonitor(pl.Callback):
     # -- loggers ------------------------------------------------------------------------------------------------
 
     def _log(self, trainer: pl.Trainer, snapshot: Snapshot | None, prefix: str) -> None:
-        if snapshot is not None and trainer.is_global_zero:
-            self._monitor.guarded(lambda: self._write(trainer, snapshot, prefix))
-
-    def _write(self, trainer: pl.Trainer, snapshot: Snapshot, prefix: str) -> None:
+        if snapshot is None or not trainer.is_global_zero:
+            return
         scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
         for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=snapshot.step)
-            if isinstance(logger, TensorBoardLogger):
-                self._write_layout(trainer, logger)
-                drawn = snapshot.source == "validation" or self._drawn(snapshot)
-                write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
+            write = partial(self._write, trainer, logger, snapshot, scalars, prefix)
+            self._monitor.attempt(f"logger {type(logger).__name__}", write)
+
+    def _write(
+        self, trainer: pl.Trainer, logger: Logger, snapshot: Snapshot, scalars: dict[str, float], prefix: str
+    ) -> None:
+        logger.log_metrics(scalars, step=snapshot.step)
+        if isinstance(logger, TensorBoardLogger):
+            self._write_layout(trainer, logger)
+            drawn = snapshot.source == "validation" or self._drawn(snapshot)
+            write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
 
     def _drawn(self, snapshot: Snapshot) -> bool:
         return bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from attnmon.alerts import AlertRules
+from attnmon.capture import Hook
 from attnmon.monitor import Monitor
-from attnmon.options import MonitorOptions
+from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, to_device, undisturbed
 from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
@@ -34,10 +35,14 @@ class Watch:
     def __init__(
         self, model: nn.Module, options: MonitorOptions, probe: Any, writer: SummaryWriter | None, per_head: bool
     ) -> None:
-        if options.source == "probe" and probe is None:
+        if options.source == "probe" and (probe is None or isinstance(probe, bool | int | float | str)):
             raise ValueError(
-                "Expected `probe` to be a batch or a function that runs the model when source='probe', but got None."
+                "Expected `probe` to be a batch or a function that runs the model when source='probe', but got "
+                f"{probe!r}."
             )
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise TypeError(f"Expected `writer` to be a SummaryWriter or None, but got {type(writer).__name__}.")
+        check_flag("per_head", per_head)
         self._monitor = Monitor(options)
         self._monitor.bind(model)
         self._model = model
@@ -56,6 +61,8 @@ class Watch:
         return self._monitor.latest
 
     def __enter__(self) -> Self:
+        if self._active:
+            raise RuntimeError("Expected a Watch to be entered once at a time. Make a second one with `watch(model)`.")
         self._active = True
         self._begin()
         return self
@@ -91,7 +98,12 @@ class Watch:
         return {"step_count": self.step_count, "monitor": self._monitor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of `state_dict`; before or after entering ``with``."""
+        """The reverse of `state_dict`; before or after entering ``with``.
+
+        Raises:
+            ValueError: ``state`` is not what `state_dict` returned.
+        """
+        check_state(state, "step_count", "monitor")
         self._monitor.load_state_dict(state["monitor"])
         self.step_count = state["step_count"]
         if self._active:
@@ -118,8 +130,8 @@ class Watch:
             window.paused = bool(window.sums)
 
         self._hooks = [
-            self._model.register_forward_pre_hook(before),
-            self._model.register_forward_hook(after, always_call=True),
+            self._model.register_forward_pre_hook(Hook(before, self._monitor.guarded)),
+            self._model.register_forward_hook(Hook(after, self._monitor.guarded), always_call=True),
         ]
         return None
 
@@ -148,7 +160,7 @@ class Watch:
             drawn = bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)
             write_snapshot(writer, snapshot, per_head=self._per_head, images=drawn)
 
-        self._monitor.guarded(write)
+        self._monitor.attempt("the TensorBoard writer", write)
 
 
 def watch(
@@ -160,9 +172,9 @@ def watch(
     rows: int | Literal["all"] = 64,
     sequences: int = 4,
     tokens: Literal["valid", "labelled"] = "valid",
-    top_n: Sequence[int] = (1, 5, 10, 20),
-    temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0),
-    epsilons: Sequence[float] = (0.1,),
+    top_n: int | Sequence[int] = (1, 5, 10, 20),
+    temperatures: float | Sequence[float] = (0.1, 0.5, 1.0, 2.0),
+    epsilons: float | Sequence[float] = (0.1,),
     vectors: Literal["value", "hidden", "embedding"] = "value",
     normalize_vectors: bool | None = None,
     quantities: Sequence[str] | None = None,
@@ -177,8 +189,9 @@ def watch(
 ) -> Watch:
     """Watches the attention heads of a model in a plain PyTorch loop.
 
-    On a sampled step the first forward pass of ``model`` with gradients enabled is read as it passes; on all others
-    nothing is attached. Steps are counted from 0, and step 0 is sampled.
+    On a sampled step the first forward pass of ``model`` with gradients enabled is read as it passes (under gradient
+    accumulation: the first micro-batch); on all others nothing is attached. Steps are counted from 0, and step 0 is
+    sampled. A module that attends more than once in a pass is one layer, and the rows of all its calls count.
 
     Args:
         model: The model that the loop calls. Wrapped models (DDP, ``fully_shard``) are passed as they are called.

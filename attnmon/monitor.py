@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 
 from attnmon.alerts import Alert, AlertEngine, AttentionSaturationWarning
 from attnmon.capture import compiled_modules, describe_search, find_attention
-from attnmon.options import MonitorOptions
+from attnmon.options import MonitorOptions, check_state
 from attnmon.probe import uncompiled
-from attnmon.quantities import expand_quantities
 from attnmon.rows import RowSampler
 from attnmon.schedule import due
 from attnmon.snapshot import Snapshot
@@ -67,6 +67,8 @@ class Monitor:
         Raises:
             ValueError: No attention can be found in it, or `layers` names none of it.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
         sites = find_attention(model)
         if not sites:
             raise ValueError(
@@ -102,6 +104,7 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
+        check_state(state, "order", "rules", "warned")
         self._order = list(state["order"])
         self._warned = set(state["warned"])
         if self._rules is not None and state["rules"] is not None:
@@ -186,6 +189,22 @@ class Monitor:
         self._guard(function)
         if self._failure is not None and not _distributed():
             self._switch_off(self._failure)
+
+    def attempt(self, what: str, function: Callable[[], None]) -> None:
+        """Runs something outside the monitor that may fail and may do better next time: a failure warns once.
+
+        With `strict` it is raised instead.
+        """
+        try:
+            function()
+        except Exception:
+            if self.options.strict:
+                raise
+            self._warn(
+                f"attempt:{what}",
+                f"attnmon could not write to {what}; this sample is lost there, later ones are tried again without a "
+                f"further warning.\n{traceback.format_exc()}",
+            )
 
     def sample(self, step: int, source: Source, forward: Callable[[], object]) -> Snapshot | None:
         """`open`, a forward pass that is the monitor's own affair (a probe), `close`."""
@@ -301,6 +320,15 @@ class Monitor:
             not_measured=not_measured,
             source=source,
         )
+        if not any(map(any, chain.from_iterable(t.values() for t in snapshot.rows_used.values()))) and not any(
+            map(any, snapshot.nonfinite.values())
+        ):
+            self._warn(
+                "no rows",
+                "attnmon found no row to measure in a sampled step: every query of the sequences looked at is padding, "
+                "has no label (with tokens='labelled'), or sees no key. Nothing is reported for such steps.",
+            )
+            return None
         self._warn_of_empty_columns(snapshot)
         if source != "validation":
             if self._rules is not None:
@@ -332,37 +360,49 @@ class Monitor:
         )
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
-        if not figures:
-            reasons = [f"{layer}: {reason}" for layer, reason in not_measured.items()]
-            compiled = [] if self._model is None else compiled_modules(self._model)
-            if compiled:
-                reasons.append(
-                    f"{_shorten(compiled)} is compiled, and compiled code shows nothing of its attention; use "
-                    "source='probe', which runs the model uncompiled on a batch of its own"
+        listing = "; ".join(f"{layer}: {reason}" for layer, reason in not_measured.items())
+        compiled = [] if self._model is None else compiled_modules(self._model)
+        if compiled and not_measured:
+            listing += ". To read a compiled model use source='probe', which runs it uncompiled on a batch of its own"
+        wanted = [layer for layer in silent if self._wanted_before(layer)]
+        if figures:
+            if not_measured:
+                self._warn(
+                    f"not_measured:{listing}", f"attnmon does not measure all of this model's attention. {listing}."
                 )
-            if silent:
-                reasons.append(
-                    f"no attention call was seen from {_shorten(silent)}: the step did not run the model, or the "
-                    "model computes its weights by hand"
+            if wanted and self.options.layers is None:
+                self._warn(
+                    "silent",
+                    f"attnmon found attention in {_shorten(wanted)} but saw no call of it in a sampled step: it is not "
+                    "measured.",
                 )
-            self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
             return
-        if not_measured:
-            listing = "; ".join(f"{layer}: {reason}" for layer, reason in not_measured.items())
-            self._warn("not_measured:" + listing, f"attnmon does not measure all of this model's attention. {listing}.")
-        if silent and self.options.layers is None:
-            self._warn(
-                "silent",
-                f"attnmon found attention in {_shorten(silent)} but saw no call of it in a sampled step: it is not "
-                "measured.",
+        reasons = [listing] if listing else []
+        if self._order and not wanted and not not_measured:
+            reasons.append(
+                f"`layers` = {self.options.layers} names none of the {len(self._order)} layers that were called "
+                f"(0 to {len(self._order) - 1}: {_shorten(self._order)})"
             )
+        elif wanted:
+            reasons.append(
+                f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it compiled "
+                "(use source='probe'), or the model computes its weights by hand"
+            )
+        self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
+
+    def _wanted_before(self, layer: str) -> bool:
+        """`_wanted` for a layer that may never have been called."""
+        names = [want for want in self.options.layers or () if isinstance(want, str)]
+        if self.options.layers is None or any(fnmatch.fnmatchcase(layer, name) for name in names):
+            return True
+        return layer in self._order and self._wanted(layer)
 
     def _warn_of_empty_columns(self, snapshot: Snapshot) -> None:
-        asked = {c.name for c in expand_quantities(self.options.quantities, self.options.top_n, ())}
+        asked = {column.name for column in self.options.asked()}
         empty = [
             column
             for column in self._columns
-            if column.top_n is not None
+            if column.base in ("separability", "distance")  # every row that sees more than N keys has these
             and column.name in asked
             and not any(map(any, snapshot.rows_used[column.name].values()))
         ]

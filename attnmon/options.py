@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attnmon.alerts import ALERT_QUANTITIES, AlertRules
 from attnmon.quantities import Column, expand_quantities
 
-__all__ = ["MonitorOptions"]
+__all__ = ["MonitorOptions", "check_flag", "check_state"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class MonitorOptions:
     rows: int | Literal["all"] = 64
     sequences: int = 4
     tokens: Literal["valid", "labelled"] = "valid"
-    top_n: Sequence[int] = (1, 5, 10, 20)
-    temperatures: Sequence[float] = (0.1, 0.5, 1.0, 2.0)
-    epsilons: Sequence[float] = (0.1,)
+    top_n: int | Sequence[int] = (1, 5, 10, 20)
+    temperatures: float | Sequence[float] = (0.1, 0.5, 1.0, 2.0)
+    epsilons: float | Sequence[float] = (0.1,)
     vectors: Literal["value", "hidden", "embedding"] = "value"
     normalize_vectors: bool | None = None
     quantities: Sequence[str] | None = None
@@ -48,22 +48,35 @@ class MonitorOptions:
         _check_whole("sequences", self.sequences, 1)
         _check_choice("tokens", self.tokens, ("valid", "labelled"))
         _check_choice("vectors", self.vectors, ("value", "hidden", "embedding"))
-        for n in _check_sequence("top_n", self.top_n):
-            _check_whole("top_n", n, 1)
-        for name in ("temperatures", "epsilons"):
-            for number in _check_sequence(name, getattr(self, name)):
-                _check_positive(name, number)
+        for name in ("top_n", "temperatures", "epsilons"):
+            if isinstance(getattr(self, name), Real):  # one number means a list of one
+                object.__setattr__(self, name, (getattr(self, name),))
+            entries = _check_sequence(name, getattr(self, name))
+            for entry in entries:
+                _check_whole(name, entry, 1) if name == "top_n" else _check_positive(name, entry)
+            object.__setattr__(self, name, tuple(entries))
+        for name in ("alerts", "strict"):
+            check_flag(name, getattr(self, name))
+        if self.normalize_vectors is not None:
+            check_flag("normalize_vectors", self.normalize_vectors)
         _check_whole("patience", self.patience, 1)
         _check_whole("seed", self.seed, None)
         if self.quantities is not None:
             _check_sequence("quantities", self.quantities)
-        if self.layers is not None:
-            _check_sequence("layers", self.layers)
+        for layer in () if self.layers is None else _check_sequence("layers", self.layers):
+            if not isinstance(layer, str):
+                _check_whole("layers", layer, 0, alternative="a module path")
         self.columns()
+
+    def asked(self) -> tuple[Column, ...]:
+        """What was asked for."""
+        # __post_init__ has made sequences of them
+        numbers: Any = (self.top_n, self.temperatures, self.epsilons)
+        return expand_quantities(self.quantities, *numbers)
 
     def columns(self) -> tuple[Column, ...]:
         """Everything measured: what was asked for, and what the rules need beside it."""
-        asked = expand_quantities(self.quantities, self.top_n, self.temperatures, self.epsilons)
+        asked = self.asked()
         if not self.alerts:
             return asked
         return tuple(dict.fromkeys((*asked, *expand_quantities(ALERT_QUANTITIES, (10,), (1.0,)))))
@@ -95,3 +108,18 @@ def _check_sequence(name: str, value: object) -> Sequence[Any]:
     if not value:
         raise ValueError(f"Expected `{name}` to name at least one, but got an empty {type(value).__name__}.")
     return value
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises a TypeError that names the argument unless it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"Expected `{name}` to be True or False, but got {value!r} ({type(value).__name__}).")
+
+
+def check_state(state: object, *keys: str) -> None:
+    """Raises a ValueError unless this is a state with these keys."""
+    if not isinstance(state, dict) or not set(keys) <= set(state):
+        came = f"keys {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"Expected `state_dict` to be one that a monitor returned (keys {list(keys)}), but got {came}."
+        )

@@ -16,7 +16,7 @@ from attnmon.rows import RowBatch
 __all__ = ["ALL", "DEFAULT", "Column", "expand_quantities", "measure"]
 
 _PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    # name -> (logits, weights, mask) -> one number per row
+    # name -> (scores without bias, weights, mask) -> one number per row
     "participation_ratio": lambda z, a, m: F.participation_ratio(a, mask=m),
     "lemma1_min": lambda z, a, m: F.dispersion_constants(a, mask=m).lower,
     "lemma1_max": lambda z, a, m: F.dispersion_constants(a, mask=m).upper,
@@ -182,7 +182,7 @@ def measure(
         measured |= {column: statistics[column.base] for column in columns if column.base in _ENTROPY}
     for column in columns:
         if column.base in _PLAIN:
-            measured[column] = _PLAIN[column.base](batch.logits, weights, batch.mask)
+            measured[column] = _PLAIN[column.base](batch.scores, weights, batch.mask)
     sizes = sorted({c.top_n for c in columns if c.top_n is not None and c.top_n < n})
     if vectors is not None and sizes:
         fields = {_TOP_N[c.base] for c in columns if c.base in _TOP_N}

@@ -23,10 +23,11 @@ class Snapshot:
         values: ``values[quantity][layer]`` is a list of floats, one per query head: the mean over the rows that were
             used. NaN where a head had no usable row; a quantity or layer that was not measured is absent.
         errors: Standard errors of ``values`` over the rows taken as a simple random sample, same shape. NaN with
-            fewer than two rows.
+            fewer than two rows. Of a batch with more sequences than are looked at, they leave out how much the
+            sequences differ from each other.
         rows_used: Number of rows behind each value.
         rows_skipped: Number of sampled rows left out of each value: the row sees too few keys for the quantity, sees
-            none at all, or has a NaN or infinite score.
+            none at all, has a NaN or infinite score, or its figure is infinite (Theorem 2's lower bound at radius 0).
         layers: Module path of each layer number; layers are numbered in the order in which they were first called.
         temperatures: The model's own softmax temperature ``1 / scale`` of each layer.
         nonfinite: Per layer and head, how many sampled rows had a NaN or infinite score.

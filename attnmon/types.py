@@ -73,5 +73,5 @@ class AttentionCall:
 
     @property
     def temperature(self) -> float:
-        """The model's own softmax temperature, ``1 / scale``."""
-        return 1.0 / self.scale
+        """The model's own softmax temperature, ``1 / |scale|``: a negative scale turns the scores around."""
+        return 1.0 / abs(self.scale)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.capture import Attachment, attach
+from attnmon.metrics import score_max
 from attnmon.normalizers import softmax
 from attnmon.quantities import Column, measure
 from attnmon.rows import RowBatch, RowSampler, row_batches, take_rows
@@ -59,6 +60,7 @@ class Window:
         self.sums: dict[str, LayerSums] = {}
         self.not_measured: dict[str, str] = {}
         self._wanted = wanted
+        self._trained: set[str] = set()  # layers of which a call with gradients was seen
         context = {"labels"} if options.tokens == "labelled" else set()
         if options.vectors != "value":
             context.add(options.vectors)
@@ -92,9 +94,19 @@ class Window:
             self.not_measured[layer] = reason
 
     def _on_call(self, call: AttentionCall) -> None:
-        if self._wanted(call.layer):
-            with torch.no_grad(), _full_precision(call.query.device):
-                self._add(call)
+        if not self._wanted(call.layer):
+            return
+        # A step may run the model without gradients beside its training pass (generation, a teacher, a rollout): where
+        # a layer has calls of both kinds, those without don't count. Frozen layers, reentrant checkpoints, probes and
+        # validations have none with.
+        if torch.is_grad_enabled():
+            if call.layer not in self._trained:
+                self._trained.add(call.layer)
+                self.sums.pop(call.layer, None)
+        elif call.layer in self._trained:
+            return
+        with torch.no_grad(), _full_precision(call.query.device):
+            self._add(call)
 
     def _add(self, call: AttentionCall) -> None:
         if call.query.numel() == 0 or call.key.shape[2] == 0:
@@ -124,12 +136,13 @@ class Window:
         mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
         for batch in row_batches(call, self.sampler):
             weights = softmax(batch.logits, batch.mask)
+            carried = batch.values[:, :, None] if self.options.vectors == "value" else vectors
             values = measure(
                 batch,
                 weights,
                 self.options.columns,
                 temperature=call.temperature,
-                vectors=batch.values[:, :, None] if self.options.vectors == "value" else vectors,
+                vectors=None if carried is None else carried[..., : weights.shape[-1], :],
                 generator=self.sampler.generator,
             )
             sums.add_rows(values, batch.weight)
@@ -161,13 +174,15 @@ def _contradicts(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
     own = take_rows(output.detach(), batch.positions).to(batch.values.dtype)
     recomputed = batch.per_head(weights @ batch.values)
     error = (own - recomputed).abs().amax(dim=-1)
-    usable = batch.finite & (batch.weight > 0)[:, None] & batch.per_head(batch.mask.any(dim=-1))
-    size = batch.values.abs().amax(dim=(-2, -1)).repeat_interleave(batch.num_heads // batch.values.shape[1], dim=1)
+    usable = batch.finite & (batch.weight > 0)[:, None]
+    values = batch.values.flatten(-2)
+    size = torch.maximum(values.amax(-1), -values.amin(-1))
+    size = size.repeat_interleave(batch.num_heads // batch.values.shape[1], dim=1)
     tolerance = _TOLERANCE.get(output.dtype, 5e-2)
     if output.dtype == torch.float32 and output.device.type != "cpu":
         tolerance = _TF32_TOLERANCE
     # The larger the scores, the more of them is lost to rounding before the softmax sees it.
-    logits = batch.per_head(batch.logits.masked_fill(~batch.mask, 0.0).abs().amax(dim=-1))
+    logits = batch.per_head(score_max(batch.logits, mask=batch.mask))  # NaN for a row that sees nothing: not usable
     limit = (tolerance + 8 * torch.finfo(output.dtype).eps * logits) * size[:, :, None]
     return (usable & (error > limit)).any()
 

@@ -261,6 +261,7 @@ class TestLeftAsFound:
         trainer(tmp_path, monitor, max_steps=3).fit(LanguageModule(), loader(token_batches(3)))
         for other in (pickle.loads(pickle.dumps(monitor)), copy.deepcopy(monitor)):
             assert other.latest.values == monitor.latest.values
+            assert "log" not in vars(other)  # Lightning binds the module's to it
             trainer(tmp_path, other, max_steps=1).fit(LanguageModule(), loader(token_batches(1)))
 
     def test_training_is_the_same_to_the_last_bit(self, tmp_path):
@@ -294,15 +295,53 @@ class TestTrouble:
                     raise OSError("No space left on device")
                 super().log_metrics(metrics, step)
 
-        module = LanguageModule()
-        with pytest.warns(UserWarning, match="(?s)switched off.*No space left"):
-            trainer(tmp_path, AttentionMonitor(1), logger=Full(tmp_path), max_steps=3).fit(
+        module, monitor, other = LanguageModule(), AttentionMonitor(1), Recorder(tmp_path, name="other")
+        with pytest.warns(UserWarning, match="(?s)could not write to logger Full.*No space left") as caught:
+            trainer(tmp_path, monitor, logger=[Full(tmp_path), other], max_steps=3).fit(
                 module, loader(token_batches(3))
             )
+        assert sum("attnmon" in str(w.message) for w in caught) == 1
         assert len(module.losses) == 3
+        assert monitor.latest.step == 2
+        assert [step for step, _ in attn_calls(other)] == [0, 1, 2]
+
+    def test_forwards_without_gradients_beside_the_training_pass_do_not_count(self, tmp_path):
+        class Generates(LanguageModule):
+            def training_step(self, batch, batch_idx):
+                self.model.generate(batch["input_ids"][:, :8], max_new_tokens=3, do_sample=False)
+                return super().training_step(batch, batch_idx)
+
+        plain, monitor = AttentionMonitor(1, rows="all", strict=True), AttentionMonitor(1, rows="all", strict=True)
+        trainer(tmp_path, plain, max_steps=1).fit(LanguageModule(), loader(token_batches(1)))
+        trainer(tmp_path, monitor, max_steps=1).fit(Generates(), loader(token_batches(1)))
+        assert monitor.latest.values == plain.latest.values
+        assert monitor.latest.rows_used == plain.latest.rows_used
+
+    def test_a_frozen_backbone_is_measured(self, tmp_path):
+        class Frozen(LanguageModule):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(16, 2)
+
+            def training_step(self, batch, batch_idx):
+                with torch.no_grad():
+                    hidden = self.model.transformer(batch["input_ids"]).last_hidden_state
+                return self.head(hidden).mean()
+
+        monitor = AttentionMonitor(1, strict=True)
+        trainer(tmp_path, monitor, max_steps=1).fit(Frozen(), loader(token_batches(1)))
+        assert len(monitor.latest.layers) == 2
 
     @pytest.mark.parametrize(
-        ("argument", "value"), [("prefix", ""), ("prefix", "a/"), ("validation_batches", -1), ("every_n_steps", 0)]
+        ("argument", "value"),
+        [
+            ("layers", [-1]),
+            ("layers", [1.5]),
+            ("prefix", ""),
+            ("prefix", "a/"),
+            ("validation_batches", -1),
+            ("every_n_steps", 0),
+        ],
     )
     def test_wrong_arguments_fail_in_the_constructor(self, argument, value):
         with pytest.raises(ValueError, match=f"Expected `{argument}`"):

@@ -376,6 +376,103 @@ class TestTrouble:
                 counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
         assert counts[10] == counts[20] == counts[29]
 
+    def test_copies_and_pickles_of_an_armed_model_are_free_of_hooks(self):
+        model, (batch,) = tiny_gpt2(), token_batches(1)
+        with watch(model, 1) as monitor:
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            model(**batch).loss.backward()
+            assert monitor.step() is not None
+        for other in copies:
+            other(**batch)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    def test_a_copy_of_armed_multihead_attention_is_clean_after_its_first_run(self):
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        with watch(layer, 1):
+            other = copy.deepcopy(layer)
+        x = torch.randn(2, 8, 16)
+        other(x)
+        assert not any("forward" in vars(module) for module in other.modules())
+
+    def test_finite_masks_of_minus_100_hide(self):
+        def attend(mask):
+            class Windowed(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.weight = nn.Parameter(torch.ones(()))
+
+                def forward(self, x):
+                    return torch.nn.functional.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask)
+
+            with watch(Windowed(), 1, rows="all", strict=True, top_n=(1, 5, 10)) as monitor:
+                monitor._model(torch.randn(2, 1, 24, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
+                return monitor.step()
+
+        causal = torch.ones(24, 24, dtype=torch.bool).tril()
+        causal[:, 20:] = False  # the last four are padding
+        expected = attend(causal[None, None].expand(2, 1, 24, 24))
+        finite = attend(torch.where(causal, 0.0, -100.0)[None, None].expand(2, 1, 24, 24))
+        assert finite.rows_used == expected.rows_used
+        for name, layers in expected.values.items():
+            np.testing.assert_allclose(finite.values[name][0], layers[0], rtol=1e-5, atol=1e-9, err_msg=name)
+
+    def test_a_bias_is_no_score(self):
+        """Position biases are not the query-key scores whose growth is watched."""
+
+        class Biased(nn.Embedding):
+            def forward(self, ids):
+                q = super().forward(ids)[:, None]
+                bias = -2.0 * (torch.arange(40)[:, None] - torch.arange(40)).abs().float()
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+        with watch(Biased(VOCABULARY, 8), 1, strict=True) as monitor:
+            monitor._model(token_batches(1, length=40)[0]["input_ids"]).sum().backward()
+            snapshot = monitor.step()
+        (spread,), (largest,) = snapshot.values["score_spread"][0], snapshot.values["score_max"][0]
+        assert spread < 3
+        assert largest < 20
+
+    def test_a_negative_scale_turns_the_scores_around(self):
+        class Turned(nn.Embedding):
+            def forward(self, ids):
+                q = super().forward(ids)[:, None]
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=-0.5)
+
+        with watch(Turned(VOCABULARY, 8), 1, strict=True) as monitor:
+            monitor._model(token_batches(1)[0]["input_ids"]).sum().backward()
+            snapshot = monitor.step()
+        assert snapshot.temperatures == {0: 2.0}
+        assert 0 < snapshot.values["jacobian@1.0"][0][0] <= 1 / (2 * 2.0)
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_vmap_is_not_measured_with_a_reason(self):
+        model, (batch,) = NanoModel(), token_batches(1)
+        with watch(model, 1, strict=True) as monitor, pytest.warns(UserWarning, match="functorch transform"):
+            torch.vmap(lambda ids: model(ids[None]))(batch["input_ids"])
+            assert monitor.step() is None
+
+    @pytest.mark.parametrize("arguments", [{}, {"tokens": "labelled"}])
+    def test_a_sample_without_a_row_is_none_with_a_reason(self, arguments):
+        model, (batch,) = tiny_gpt2(), token_batches(1)
+        batch["attention_mask"] = torch.zeros_like(batch["input_ids"]) + (1 if arguments else 0)
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        with pytest.warns(UserWarning, match="found no row to measure"):
+            with watch(model, 1, **arguments) as monitor:
+                for _ in range(2):
+                    model(**batch)
+                    assert monitor.step() is None
+
+    def test_layers_that_do_not_exist(self):
+        model, (batch,) = tiny_gpt2(), token_batches(1)
+        with pytest.warns(UserWarning, match=r"`layers` = \[99\] names none of the 2 layers that were called \(0 to 1"):
+            assert run_once(model, batch, layers=[99]) is None
+
+    def test_entered_twice(self):
+        monitor = watch(tiny_gpt2())
+        with monitor, pytest.raises(RuntimeError, match="entered once at a time"):
+            monitor.__enter__()
+
     def test_pickle_and_deepcopy_leave_the_model_behind(self):
         monitor = Monitor(MonitorOptions())
         monitor.bind(tiny_gpt2())
@@ -414,6 +511,26 @@ class TestTrouble:
 def test_wrong_arguments(argument, value, text):
     with pytest.raises(ValueError, match=text.replace("(", r"\(").replace("`", "`")):
         MonitorOptions(**{argument: value})
+
+
+def test_a_number_means_a_list_of_one():
+    options = MonitorOptions(top_n=5, temperatures=0.5, epsilons=0.01)
+    assert (options.top_n, options.temperatures, options.epsilons) == ((5,), (0.5,), (0.01,))
+
+
+@pytest.mark.parametrize("argument", ["alerts", "strict", "normalize_vectors"])
+def test_flags_are_flags(argument):
+    with pytest.raises(TypeError, match=f"Expected `{argument}` to be True or False, but got 'yes'"):
+        MonitorOptions(**{argument: "yes"})
+
+
+def test_what_is_not_a_model_or_a_state_or_a_writer():
+    with pytest.raises(TypeError, match="Expected `model` to be a torch.nn.Module, but got int"):
+        watch(3)
+    with pytest.raises(ValueError, match="Expected `state_dict` to be one that a monitor returned"):
+        watch(tiny_gpt2()).load_state_dict({"a": 1})
+    with pytest.raises(TypeError, match="Expected `writer` to be a SummaryWriter or None, but got int"):
+        watch(tiny_gpt2(), writer=3)
 
 
 def test_a_string_where_a_list_belongs():

@@ -1,6 +1,7 @@
 """Capture of attention calls while a model runs; the only part that knows how models attend."""
 
 from attnmon.capture.attachment import Attachment, attach
+from attnmon.capture.context import Hook
 from attnmon.capture.discovery import AttentionSite, compiled_modules, describe_search, find_attention
 
-__all__ = ["Attachment", "AttentionSite", "attach", "compiled_modules", "describe_search", "find_attention"]
+__all__ = ["Attachment", "AttentionSite", "Hook", "attach", "compiled_modules", "describe_search", "find_attention"]

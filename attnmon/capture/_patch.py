@@ -63,5 +63,7 @@ def original(module: nn.Module, attribute: str) -> Callable[..., Any]:
     patch = _PATCHES.get((module, attribute))
     if patch is not None and patch.previous is not None:
         return patch.previous
+    if patch is None:
+        vars(module).pop(attribute, None)  # a copy needs it no longer
     function: Callable[..., Any] = getattr(type(module), attribute).__get__(module)
     return function

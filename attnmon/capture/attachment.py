@@ -18,10 +18,7 @@ from attnmon.types import AttentionCall
 __all__ = ["Attachment", "attach"]
 
 _EXTRAS = frozenset({"hidden", "embedding", "labels"})
-_COMPILED = (
-    "it is part of a module that torch.compile has been applied to; run the measured step under "
-    "torch.compiler.set_stance('force_eager'), entered before attaching"
-)
+_COMPILED = "it is compiled, and compiled code shows nothing of its attention"
 
 
 class Take:
@@ -155,6 +152,9 @@ class Attachment:
         layer = self.layers[module]
         batch, q_len, kv_len = sizes
         if batch == 0 or q_len == 0 or kv_len == 0 or self._is_decode_step(layer, q_len, kv_len):
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.skip(layer, "it runs inside a functorch transform (vmap, grad), whose tensors cannot be read")
             return
         with _state.busy(), torch.no_grad():
             index = self._select(batch) if self._select is not None else None

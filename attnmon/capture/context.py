@@ -11,12 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.capture.discovery import forward_parameters, site_kind
+from attnmon.masks import hides
 
 __all__ = ["Context", "Hook", "padding_of_mask"]
 
 
-def inert(*args: Any, **kwargs: Any) -> None:
-    """What a hook of ours becomes in a copy of the model."""
+def inert(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """What a hook of ours becomes in a copy of the model: it takes itself off when the copy first runs."""
+    for hooks, *flags in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is inert]:
+            del hooks[key]
+            for flag in flags:
+                flag.pop(key, None)
 
 
 class Hook:
@@ -232,6 +241,5 @@ def padding_of_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | No
     """
     if mask is None or mask.dim() != 4 or mask.shape[0] != batch or mask.shape[-1] != length:
         return None
-    # -10000 is what older models add; finfo.min and -inf lie below it.
-    visible = mask if mask.dtype == torch.bool else mask > -9999.0
+    visible = mask if mask.dtype == torch.bool else ~hides(mask)
     return visible.any(dim=(1, 2))

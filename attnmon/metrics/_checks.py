@@ -54,7 +54,7 @@ def _check_mask(mask: Tensor | None, tensor: Tensor, name: str) -> Tensor | None
             f"Expected `mask` to be broadcastable to the shape of `{name}`, {tuple(tensor.shape)}, but got shape "
             f"{tuple(mask.shape)}. The last dimension is the key, the one before it the row."
         )
-    return mask
+    return mask.expand(*mask.shape[:-1], tensor.shape[-1])
 
 
 def _check_top_n(top_n: int | Iterable[int], n: int | None = None) -> tuple[tuple[int, ...], bool]:
@@ -127,6 +127,11 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes))
 
 
+def _distinct(mask: Tensor) -> Tensor:
+    """`mask` with size 1 where it repeats itself over rows (heads, as a rule): what is made of it is small."""
+    return mask[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])]
+
+
 def _zeroed(values: Tensor, mask: Tensor, shown: Tensor) -> Tensor:
     """`values` with 0 where `mask` is False; `shown` is the mask as 0.0 and 1.0."""
     if values.device.type == "cpu":  # a product is ten times faster there than a choice, but 0 * nan is nan
@@ -136,8 +141,23 @@ def _zeroed(values: Tensor, mask: Tensor, shown: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0)
 
 
+def _hidden_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores with -inf where a key is not visible."""
+    scores = _check_floating("scores", scores, "(..., n)", 1)
+    mask = _check_mask(mask, scores, "scores")
+    if mask is None:
+        return scores
+    shape = torch.broadcast_shapes(scores.shape, mask.shape)
+    mask = _distinct(mask)
+    if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # a sum is faster than a choice
+        scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -math.inf)
+    else:
+        scores = torch.where(mask, scores, -math.inf)
+    return scores.expand(shape)
+
+
 def _visible_weights(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Weights with 0 under the mask, the mask as 0.0 and 1.0 in their shape (or None), and the visible keys per row.
+    """Weights with 0 under the mask, the mask as 0.0 and 1.0 that broadcasts (or None), and the visible keys per row.
 
     The count has the dtype of the weights, so that what is divided by it stays there.
     """
@@ -146,9 +166,11 @@ def _visible_weights(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     if mask is None:
         count = torch.full(weights.shape[:-1], float(weights.shape[-1]), dtype=weights.dtype, device=weights.device)
         return weights, None, count
-    weights, mask = torch.broadcast_tensors(weights, mask)
+    shape = torch.broadcast_shapes(weights.shape, mask.shape)
+    mask = _distinct(mask)
     shown = mask.to(weights.dtype)
-    return _zeroed(weights, mask, shown), shown, shown.sum(-1)
+    weights = _zeroed(weights, mask, shown).expand(shape)
+    return weights, shown, shown.sum(-1).expand(weights.shape[:-1])
 
 
 def _visible_scores(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -165,13 +187,18 @@ def _visible_scores(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor
     return scores, visible
 
 
-def _visible_values(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores with 0 where a key is not visible, and which keys are, as 0.0 and 1.0."""
+def _visible_values(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with 0 where a key is not visible, which keys are, as 0.0 and 1.0 that broadcast, and their number."""
     scores = _check_floating("scores", scores, "(..., n)", 1)
     mask = _check_mask(mask, scores, "scores")
-    visible = scores != -math.inf
-    if mask is not None:
-        visible = visible & mask
-    shown = visible.to(scores.dtype)
-    lowest = torch.finfo(scores.dtype).min  # times 0 is 0, where -inf would be NaN
-    return _zeroed(scores.clamp_min(lowest), visible, shown), shown
+    shape = scores.shape if mask is None else torch.broadcast_shapes(scores.shape, mask.shape)
+    mask = None if mask is None else _distinct(mask)
+    if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # none is -inf: the mask alone hides keys
+        shown = scores.new_ones(shape[-1]) if mask is None else mask.to(scores.dtype)
+        kept = scores if mask is None else scores * shown
+    else:
+        visible = scores != -math.inf if mask is None else (scores != -math.inf) & mask
+        shown = visible.to(scores.dtype)
+        lowest = torch.finfo(scores.dtype).min  # times 0 is 0, where -inf would be NaN
+        kept = _zeroed(scores.clamp_min(lowest), visible, shown)
+    return kept.expand(shape), shown, shown.sum(-1).expand(shape[:-1])

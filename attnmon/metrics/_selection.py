@@ -26,7 +26,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnmon.metrics._checks import _zeroed
+from attnmon.metrics._checks import _distinct, _zeroed
 
 __all__: list[str] = []
 
@@ -96,13 +96,17 @@ class _Block:
     def __init__(self, weights: Tensor, group: _Group, visible: Tensor | None, top_n: tuple[int, ...]) -> None:
         self.group, self.top_n = group, top_n
         self.n = weights.shape[-1]
-        self.shown: Tensor | None = None  # the mask as 0.0 and 1.0: a product is faster than a choice
+        self.shown: Tensor | None = None  # the mask as 0.0 and 1.0, (1 or G, R, n): a product is faster than a choice
+        self.ragged = slice(self.n, None)  # the keys that not every row sees: the others need no mask
         if visible is None:
             count = weights.new_full(weights.shape[:-1], self.n)
         else:
-            self.shown = visible.to(weights.dtype)
-            weights = _zeroed(weights, visible, self.shown)
-            count = self.shown.sum(-1)
+            mask = _distinct(visible)
+            self.shown = mask.to(weights.dtype)
+            weights = _zeroed(weights, mask, self.shown)
+            count = self.shown.sum(-1).expand(weights.shape[:-1])
+            first = self.shown.amin((0, 1)).argmin() if group.direct and mask.numel() else 0
+            self.ragged = slice(int(first), None)  # from 0 on if all is visible, which costs no more than time
         usable = weights.sum(-1).isfinite() & (count > 0)
         if group.any_broken:
             broken = group.broken[:, None, :]
@@ -154,9 +158,17 @@ class _Block:
         g, r, most = self.order.shape
         d = self.group.vectors.shape[-1]
         if most <= _GATHERED:
-            start = torch.arange(g, device=self.order.device)[:, None, None] * self.n
-            picked = self.group.vectors.reshape(-1, d).index_select(0, (self.order + start).reshape(-1))
-            picked = picked.view(g * r, most, d)
+            table = self.group.vectors.reshape(-1, d)
+            index = (self.order + torch.arange(g, device=self.order.device)[:, None, None] * self.n).reshape(-1)
+            if index.device.type == "cpu":  # one sum over the keys that each N adds to the one before
+                steps = sorted(set(self.top_n))
+                starts = torch.arange(0, g * r * most, most)[:, None] + torch.tensor([0, *steps[:-1]])
+                added = torch.nn.functional.embedding_bag(
+                    index, table, starts.view(-1), mode="sum", per_sample_weights=self.top_weights.reshape(-1)
+                )
+                sums = added.view(g, r, -1, d).cumsum(2)
+                return sums if tuple(steps) == self.top_n else sums[:, :, [steps.index(size) for size in self.top_n]]
+            picked = table.index_select(0, index).view(g * r, most, d)
             coefficients = self.member * self.top_weights.reshape(g * r, 1, most)
             return torch.bmm(coefficients, picked).view(g, r, -1, d)
         kept = self.weights.new_zeros(g, r, len(self.top_n), self.n)
@@ -179,18 +191,15 @@ class _Block:
     @cached_property
     def _excess(self) -> tuple[Tensor, Tensor]:
         g, r, n = self.weights.shape
-        k = len(self.top_n)
-        scaled = self.weights * self.group.squares[:, None]
         weights = self.weights
-        if self.shown is not None:
-            # far beyond any key, and finite, so that a later product with 0 is 0
-            hidden = 1 - self.shown
-            weights = weights + hidden
-            scaled = scaled.add_(hidden, alpha=self.far)
-        flat = scaled.new_empty(g, r, k, n).copy_(scaled[:, :, None]).view(g, r * k, n)
-        flat = flat.baddbmm_(self.points.view(g, r * k, -1), self.group.vectors.mT, alpha=-2.0)
-        excess = flat.view(g, r, k, n).mul_(weights[:, :, None])
-        selected = excess.gather(-1, self.order[:, :, None].expand(g, r, k, -1))
+        own = (weights * self.group.squares[:, None]).mul_(weights)
+        excess = torch.bmm((self.points * -2.0).view(g, -1, self.points.shape[-1]), self.group.vectors.mT)
+        excess = excess.view(g, r, -1, n)
+        torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
+        if self.shown is not None:  # far beyond any key, and finite, so that a later product with 0 is 0
+            hidden = (1 - self.shown[..., self.ragged]).mul_(self.far)
+            excess[..., self.ragged].add_(hidden[:, :, None])
+        selected = excess.gather(-1, self.order[:, :, None].expand(g, r, len(self.top_n), -1))
         for column, size in enumerate(self.top_n):
             excess[:, :, column].scatter_(-1, self.order[..., :size], self.far)
         return excess, selected
@@ -299,7 +308,7 @@ def _norm_sum(
         for column, size in enumerate(block.top_n):
             squared[:, :, column].scatter_(-1, block.order[..., :size], 0.0)
     if block.shown is not None:
-        squared = squared.mul_(block.shown[:, :, None])
+        squared[..., block.ragged].mul_(block.shown[:, :, None, block.ragged])
     return squared.sum(-1), least.clamp_min(0).sqrt()
 
 
@@ -323,9 +332,10 @@ def _recompute(
         kept = squared[index]  # (m, n), a copy
         bad = kept < _CANCELLED * scale[index][:, None]
         if block.visible is not None:
-            bad &= block.visible[index[:2]]
+            bad[:, block.ragged] &= block.visible[..., block.ragged][index[:2]]
         entries = bad.nonzero()
-        points = exact_points(index, bool((bad.sum(-1) * 64 > block.n).any()))
+        crowded = bool((entries[:, 0].bincount(minlength=1) * 64 > block.n).any())
+        points = exact_points(index, crowded)
         width = max(1, _block_elements(squared.device, torch.float64) // block.group.vectors.shape[-1])
         for part in entries.split(width):
             row, key = part.unbind(-1)
@@ -361,14 +371,14 @@ def _top_keys(keys: Tensor, k: int, direct: bool) -> tuple[Tensor, Tensor]:
 def _top_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`topk` in two rounds: the k columns with the largest maxima hold the k largest keys. 2-3 times as fast."""
     n = keys.shape[-1]
-    depth = min(8, n // (2 * k))
+    depth = min(4, n // (2 * k))
     if depth < 2:
         values, index = keys.topk(k, dim=-1)
         return values, index
     width = -(-n // depth)
     if width * depth != n:
-        keys = torch.nn.functional.pad(keys, (0, width * depth - n), value=-2.0)
-    columns = keys.unflatten(-1, (depth, width)).amax(-2).topk(k, dim=-1).indices
+        keys = torch.nn.functional.pad(keys, (0, width * depth - n), value=-torch.inf)
+    columns = keys.unflatten(-1, (depth, width)).amax(-2).topk(k, dim=-1, sorted=False).indices
     candidates = (columns[..., None, :] + torch.arange(0, width * depth, width, device=keys.device)[:, None]).flatten(
         -2
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
-from attnmon.metrics._checks import _check_positive, _visible_scores
-from attnmon.metrics._selection import _block_elements
+from attnmon.metrics._checks import _check_positive, _hidden_scores
+from attnmon.metrics._selection import _block_elements, _top_candidates
 
 __all__ = ["SoftmaxJacobianNorm", "jacobian_norms", "softmax_jacobian_norm"]
 
@@ -28,72 +28,110 @@ def _check_norm(norm: str) -> str:
     return norm
 
 
-def _secular_step(total: Tensor, moment: Tensor, root: Tensor, second: Tensor) -> Tensor:
-    """One step for ``g(x) = 1 / (1 - second x)`` from ``total = sum t``, ``moment = sum t^2``, ``t = p / (x - p)``.
+def _secular_step(total: Tensor, slope: Tensor, root: Tensor, second: Tensor) -> Tensor:
+    """One step for ``g(x) = 1 / (1 - second x)`` from ``g = sum p / (x - p)`` and ``-g'`` at `root`.
 
-    ``g = sum t``, ``-g' = (sum t + sum t^2) / x``; the step solves the equation with ``g`` replaced by the single
-    pole ``weight / (x - pole)`` that has its value and slope at `root`. It is Newton's method on ``1 / g``, which is
-    concave: it never oversteps the solution, and from below it climbs to it.
+    The step solves the equation with ``g`` replaced by the single pole ``weight / (x - pole)`` that has its value and
+    slope at `root`. It is Newton's method on ``1 / g``, which is concave: it never oversteps the solution, and from
+    below it climbs to it.
     """
-    slope = (total + moment) / root
     shift = total / slope
-    pole = root - shift
     weight = total * shift
-    return (weight + pole) / (1 + weight * second)
+    root = (weight + root - shift) / (1 + weight * second)
+    return root.clamp_(min=1 + 4 * torch.finfo(root.dtype).eps)
 
 
-def _spectral(
-    rest: Tensor, work: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, iterations: int
-) -> Tensor:
+def _settled(step: Tensor, room: Tensor) -> Tensor:
+    """Where another step of Newton's method would change nothing.
+
+    With ``h = 1 / g``, ``|h'' / h'| <= 2 / (x - 1)``, so ``e / (x - 1)`` is at least squared by a step from an error e
+    below the solution, and `step` is that error but for its square. `room` is ``x - 1`` before the step.
+    """
+    return step.abs() <= math.sqrt(torch.finfo(step.dtype).eps) / 4 * room
+
+
+def _spectral(rest: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor) -> Tensor:
     r"""Largest eigenvalue of ``diag(a) - a a^T``, times Z, divided by the second largest weight's share p.
 
     With ``a = (1, second * rest) / Z`` and ``sum a = 1``, the secular equation ``1 = sum a_i^2 / (a_i - x)`` is the
     same as ``0 = sum a_i / (a_i - x)``, in which nothing cancels: ``sum_i rest_i / (x - rest_i) = 1 / (1 - second x)``
-    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `work` is room of `rest`'s size.
+    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `rest` is (T, rows, n), the
+    others (T, rows, leaders) or (T, rows): the step over the leaders is made for all temperatures at once.
     """
     eps = torch.finfo(rest.dtype).eps
-    floor = 1 + 4 * eps
-    lead_sum = leaders.sum(-1)
+    iterations = _ITERATIONS[rest.dtype]
     # The keys that are not leaders, as one key of their mean weight with their total: below the true g (Jensen).
-    lump = (first - lead_sum).clamp_min(0)
+    lump = (first - leaders.sum(-1)).clamp_min(0)
     lump_square = (square - (leaders * leaders).sum(-1)).clamp_min(0)
     centre = (lump_square / lump.clamp_min(torch.finfo(rest.dtype).tiny)).minimum(leaders[..., -1])
-    root = ((first + square / first) / (1 + first * second)).clamp_min(floor)
+    poles = torch.cat([leaders, centre[..., None]], -1)
+    masses = torch.cat([leaders, lump[..., None]], -1)
+    root = ((first + square / first) / (1 + first * second)).clamp_(min=1 + 4 * eps)
+    last = root
     for _ in range(iterations + 2):
-        terms = leaders / (root[..., None] - leaders)
-        ratio = centre / (root - centre).clamp_min(eps)
-        mass = lump / (root - centre).clamp_min(eps)
-        root = _secular_step(terms.sum(-1) + mass, (terms * terms).sum(-1) + mass * ratio, root, second)
-        root = root.clamp_min(floor)
-    for _ in range(iterations):
-        terms = torch.sub(root[..., None], rest, out=work)
-        torch.div(rest, terms, out=terms)
-        moment = torch.linalg.vector_norm(terms, dim=-1) ** 2
-        root = _secular_step(terms.sum(-1), moment, root, second).clamp_min(floor)
+        last = root
+        away = root[..., None] - poles
+        terms = masses / away
+        root = _secular_step(terms.sum(-1), (terms / away).sum(-1), root, second)
+    # The lump has the sum and the sum of squares of its keys, so that its part of g is right but for the square of
+    # the largest of them over the root: where that is lost in rounding, the other keys need not be looked at.
+    done = _settled(root - last, last - 1) & (leaders[..., -1] <= math.sqrt(eps) / 2 * root)
+    for column, row in enumerate(root):
+        _refine(rest[column], row, second[column], done[column], iterations)
     return root
 
 
-def _jacobian_block(
-    gaps: Tensor, rest: Tensor, work: Tensor, leaders: Tensor, temperature: float, norms: Iterable[str]
-) -> dict[str, Tensor]:
-    """Norms of rows given by ``gaps = s - s_(2)`` (rows, n), -inf at the largest score and at masked keys.
+def _refine(rest: Tensor, root: Tensor, second: Tensor, done: Tensor, iterations: int) -> None:
+    """Improve `root` in place by steps over all keys, `rest` (rows, n), for the rows that are not `done`."""
+    if rest.device.type != "cpu":  # finding those rows would make the host wait
+        for _ in range(iterations):
+            root.copy_(_full_step(rest, root, second))
+        return
+    index = (~done).nonzero().squeeze(-1)
+    for _ in range(iterations):
+        if not len(index):
+            return
+        part = rest if len(index) == len(rest) else rest[index]
+        old = root[index]
+        new = _full_step(part, old, second[index])
+        root[index] = new
+        index = index[~_settled(new - old, old - 1)]
 
-    `rest` and `work` are room of the same shape. `leaders` holds the same for the largest few scores, the largest
-    first: ``s_(1) - s_(2), 0, ...``.
-    """
+
+def _full_step(rest: Tensor, root: Tensor, second: Tensor) -> Tensor:
+    terms = root[:, None] - rest
+    torch.div(rest, terms, out=terms)
+    total = terms.sum(-1)
+    # -g' = sum p / (x - p)^2 = (sum t + sum t^2) / x for t = p / (x - p)
+    slope = (total + torch.linalg.vector_norm(terms, dim=-1) ** 2) / root
+    return _secular_step(total, slope, root, second)
+
+
+def _jacobian_block(scores: Tensor, temperatures: tuple[float, ...], norms: Iterable[str]) -> dict[str, Tensor]:
+    """Norms of some rows, ``scores`` (rows, n) with -inf at masked keys: name -> (T, rows)."""
+    top, order = _top_candidates(scores, min(_LEADERS + 1, scores.shape[-1]))
+    # Rows with a single key have no second score: no gap, and all that follows is 0.
+    anchor = top[:, 1:2].clamp_min(torch.finfo(scores.dtype).min)
+    gaps = (scores - anchor).scatter_(-1, order[:, :1], -torch.inf)
+    leaders = top - anchor  # s_(1) - s_(2), 0, ...
     # Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
     # least 1; it is kept above where its cube is subnormal, which would be many times slower.
     cut = 0.33 * math.log(torch.finfo(gaps.dtype).tiny)
-    rest = torch.div(gaps, temperature, out=rest).clamp_(min=cut).exp_()
-    second = (-leaders[..., 0] / temperature).exp()  # the second largest weight over the largest
-    first = rest.sum(-1)
-    square = torch.linalg.vector_norm(rest, dim=-1) ** 2
+    rest = gaps.new_empty(len(temperatures), *gaps.shape)
+    first, square = rest.new_empty(2, *rest.shape[:-1])
+    for column, temperature in enumerate(temperatures):  # one at a time stays in the cache
+        part = torch.div(gaps, temperature, out=rest[column]).clamp_(min=cut).exp_()
+        torch.sum(part, -1, out=first[column])
+        torch.linalg.vector_norm(part, dim=-1, out=square[column])
+    square = square.square_()
+    scale = gaps.new_tensor(temperatures)[:, None]
+    second = (-leaders[:, 0] / scale).exp_()  # the second largest weight over the largest
     z = 1 + second * first
     out: dict[str, Tensor] = {}
     for norm in norms:
         if norm == "spectral":
-            lead = (leaders[..., 1:] / temperature).clamp_(min=cut).exp_()
-            value = second * _spectral(rest, work, lead, first, square, second, _ITERATIONS[gaps.dtype]) / z
+            lead = (leaders[:, 1:] / scale[..., None]).clamp_(min=cut).exp_()
+            value = second * _spectral(rest, lead, first, square, second) / z
             # Clamped to the largest weight: with two equal leaders the eigenvalue is the weight itself.
             value = value.minimum(1 / z)
         elif norm == "frobenius":
@@ -102,7 +140,8 @@ def _jacobian_block(
             value = second * inner.clamp_min(0).sqrt() / z**2
         else:  # the largest entry is always that of the largest weight: a_2 <= 1 - a_1
             value = second * first / z**2
-        out[norm] = value / temperature
+        value = (value / scale).masked_fill_(top[:, 1] == -torch.inf, 0.0)
+        out[norm] = value.masked_fill_(~top[:, 0].isfinite(), torch.nan)  # NaN ranks first
     return out
 
 
@@ -131,28 +170,20 @@ def jacobian_norms(
     """
     temperatures, single_temperature = _check_positive("temperature", temperature)
     norms = tuple(_check_norm(norm) for norm in norms)
-    scores, visible = _visible_scores(scores, mask)
+    scores = _hidden_scores(scores, mask)
     shape, n = scores.shape[:-1], scores.shape[-1]
     flat = scores.reshape(-1, n)
-    seen = visible.reshape(-1, n).any(-1)
-    out = {norm: flat.new_zeros(flat.shape[0], len(temperatures)) for norm in norms}
-    if n > 1:
-        rows = max(1, _block_elements(flat.device, flat.dtype) // (4 * n))
-        for start in range(0, flat.shape[0], rows):
-            block = flat[start : start + rows]
-            values, order = block.topk(min(_LEADERS + 1, n), dim=-1)
-            # Rows with a single key have no second score: no gap, and all that follows is 0.
-            anchor = values[:, 1:2].clamp_min(torch.finfo(flat.dtype).min)
-            gaps = (block - anchor).scatter_(-1, order[:, :1], -torch.inf)
-            leaders = values - anchor
-            rest, work = torch.empty_like(gaps), torch.empty_like(gaps)
-            single = values[:, 1] == -torch.inf
-            for column, temperature in enumerate(temperatures):
-                for norm, value in _jacobian_block(gaps, rest, work, leaders, temperature, norms).items():
-                    out[norm][start : start + rows, column] = torch.where(single, 0.0, value)
-    finite = (flat.amax(-1) if n else flat.new_zeros(flat.shape[0])).isfinite() & seen
+    made: dict[str, list[Tensor]] = {norm: [] for norm in norms}
+    if n < 2:
+        value = torch.where(flat.isfinite().any(-1), 0.0, torch.nan).to(flat.dtype).expand(len(temperatures), -1)
+        made = {norm: [value] for norm in norms}
+    else:
+        rows = max(1, _block_elements(flat.device, flat.dtype) // ((len(temperatures) + 2) * n))
+        for block in flat.split(rows):
+            for norm, value in _jacobian_block(block, temperatures, norms).items():
+                made[norm].append(value)
     lead = shape if single_temperature else (*shape, len(temperatures))
-    return {norm: torch.where(finite[:, None], value, torch.nan).reshape(lead) for norm, value in out.items()}
+    return {norm: torch.cat(parts, -1).mT.reshape(lead) for norm, parts in made.items()}
 
 
 @torch.no_grad()

@@ -47,8 +47,8 @@ def score_spread(
     """
     temperatures, single = _check_positive("temperature", temperature)
     _check_count("min_keys", min_keys, 1)
-    kept, shown = _visible_values(scores, mask)
-    count = shown.sum(-1, keepdim=True)
+    kept, shown, count = _visible_values(scores, mask)
+    count = count[..., None]
     centred = (kept - kept.sum(-1, keepdim=True) / count.clamp_min(1)).mul_(shown)
     spread = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) / count.clamp_min(1).sqrt()
     spread = torch.where((count >= min_keys) & spread.isfinite(), spread, torch.nan)
@@ -84,12 +84,12 @@ def score_max(scores: Tensor, temperature: float | Iterable[float] = 1.0, *, mas
         tensor([16.,  2.])
     """
     temperatures, single = _check_positive("temperature", temperature)
-    kept, shown = _visible_values(scores, mask)
+    kept, _, count = _visible_values(scores, mask)
     if kept.shape[-1] == 0:
         largest = kept.new_full((*kept.shape[:-1], 1), torch.nan)
     else:
         largest = torch.maximum(kept.amax(-1, keepdim=True), -kept.amin(-1, keepdim=True))
-    largest = torch.where((shown.sum(-1, keepdim=True) > 0) & largest.isfinite(), largest, torch.nan)
+    largest = torch.where((count[..., None] > 0) & largest.isfinite(), largest, torch.nan)
     return _over_temperatures(largest, temperatures, single)
 
 
@@ -129,7 +129,7 @@ def first_key_weight(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
     if shown is None:
         return torch.where(finite, weights[..., 0], torch.nan)
     ramp = torch.arange(n, 0, -1, device=weights.device, dtype=weights.dtype)
-    first = (n - (shown * ramp).amax(-1, keepdim=True)).long().clamp_max(n - 1)
+    first = (n - (shown * ramp).amax(-1, keepdim=True)).long().clamp_max(n - 1).expand(*weights.shape[:-1], 1)
     return torch.where(finite, weights.gather(-1, first).squeeze(-1), torch.nan)
 
 

@@ -395,3 +395,19 @@ def test_errors(call: Callable[[], object], error: type[Exception], text: str) -
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value).startswith(text), str(caught.value)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool).expand(20)])
+def test_a_mask_that_repeats_over_the_keys_counts_every_key(mask):
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(3, 20, generator=generator).softmax(-1)
+    vectors = torch.randn(3, 20, 4, generator=generator)
+    full = torch.ones(3, 20, dtype=torch.bool)
+    for function in (
+        lambda m: F.attention_entropy(weights, mask=m, normalize=True),
+        lambda m: F.separability(weights, vectors, 5, mask=m).ratio,
+        lambda m: F.top_n_distance(weights, vectors, 5, mask=m).expected_paper,
+        lambda m: F.dispersion_constants(weights, mask=m).lower,
+        lambda m: F.score_spread(weights.log(), mask=m),
+    ):
+        assert torch.equal(function(mask), function(full))
