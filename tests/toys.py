@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from attnmon import watch
+
 VOCABULARY = 61
 
 
@@ -128,3 +130,17 @@ class NanoModel(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
+
+
+def run_once(model, batch, **arguments):
+    """The Snapshot of one training step."""
+    arguments = {"every_n_steps": 1, "rows": "all", "sequences": 100, "strict": True} | arguments
+    with watch(model, **arguments) as monitor:
+        model(**batch).loss.backward()
+        return monitor.step()
+
+
+def run_probe(model, ids) -> dict:
+    """The figures of a probe."""
+    with watch(model, 1, source="probe", probe=ids, rows="all", sequences=100, strict=True) as monitor:
+        return monitor.latest.values
