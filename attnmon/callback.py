@@ -17,9 +17,8 @@ from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, undisturbed
-from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import write_pictures
+from attnmon.tensorboard import worth_pictures, write_pictures
 
 __all__ = ["AttentionMonitor"]
 
@@ -344,11 +343,8 @@ class AttentionMonitor(pl.Callback):
         logger.log_metrics(scalars, step=snapshot.step)
         if isinstance(logger, TensorBoardLogger):
             self._write_layout(trainer, logger)
-            drawn = snapshot.source == "validation" or self._drawn(snapshot)
+            drawn = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
             write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
-
-    def _drawn(self, snapshot: Snapshot) -> bool:
-        return bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)
 
     def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
         """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""

@@ -14,9 +14,8 @@ from attnmon.capture import Hook
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, to_device, undisturbed
-from attnmon.schedule import picture_due
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import write_layout, write_snapshot
+from attnmon.tensorboard import worth_pictures, write_layout, write_snapshot
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -157,7 +156,7 @@ class Watch:
             if not self._layout_written:
                 write_layout(writer, snapshot)
                 self._layout_written = True
-            drawn = bool(snapshot.alerts) or picture_due(snapshot.step // self._options.every_n_steps)
+            drawn = worth_pictures(snapshot, self._options.every_n_steps)
             write_snapshot(writer, snapshot, per_head=self._per_head, images=drawn)
 
         self._monitor.attempt("the TensorBoard writer", write)

@@ -210,7 +210,7 @@ class Monitor:
         """`open`, a forward pass that is the monitor's own affair (a probe), `close`."""
         self.open(step, source)
         try:
-            self._guard(lambda: _call(forward))
+            self._guard(forward)
         except BaseException:
             self.abort()
             raise
@@ -219,17 +219,20 @@ class Monitor:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _wanted(self, layer: str) -> bool:
+        """Numbers a layer at its first call and says whether it is measured."""
         if layer not in self._order:
             self._order.append(layer)
+        return self._chosen(layer)
+
+    def _chosen(self, layer: str) -> bool:
+        """Whether `layers` asks for it: by path, or by the number that it got when it was first called."""
         wanted = self.options.layers
-        if wanted is None:
-            return True
-        return any(
-            fnmatch.fnmatchcase(layer, want) if isinstance(want, str) else self._order.index(layer) == want
-            for want in wanted
+        number = self._order.index(layer) if layer in self._order else None
+        return wanted is None or any(
+            fnmatch.fnmatchcase(layer, want) if isinstance(want, str) else number == want for want in wanted
         )
 
-    def _guard(self, function: Callable[[], None]) -> None:
+    def _guard(self, function: Callable[[], object]) -> None:
         """Runs what may fail: the run that is watched goes on, unless `strict`."""
         if self._failure is not None:
             return
@@ -248,12 +251,12 @@ class Monitor:
             f"Pass strict=True to stop at such an error instead.\n{failure}",
         )
 
-    def _warn(self, key: str, message: str, category: type[Warning] = UserWarning) -> None:
+    def _warn(self, key: str, message: str) -> None:
         """Warns once per key, in the first process only."""
         if key not in self._warned:
             self._warned.add(key)
             if _rank() == 0:
-                warnings.warn(message, category, stacklevel=4)
+                warnings.warn(message, UserWarning, stacklevel=4)
 
     def _reduce(self, window: Window | None) -> dict[str, Tensor] | None:
         """The layers' sums over all processes, on the CPU, after one transfer; None if a process failed."""
@@ -361,10 +364,10 @@ class Monitor:
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
         listing = "; ".join(f"{layer}: {reason}" for layer, reason in not_measured.items())
-        compiled = [] if self._model is None else compiled_modules(self._model)
-        if compiled and not_measured:
+        # Only then: the search goes through the whole model.
+        if not_measured and self._model is not None and compiled_modules(self._model):
             listing += ". To read a compiled model use source='probe', which runs it uncompiled on a batch of its own"
-        wanted = [layer for layer in silent if self._wanted_before(layer)]
+        wanted = [layer for layer in silent if self._chosen(layer)]
         if figures:
             if not_measured:
                 self._warn(
@@ -389,13 +392,6 @@ class Monitor:
                 "(use source='probe'), or the model computes its weights by hand"
             )
         self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
-
-    def _wanted_before(self, layer: str) -> bool:
-        """`_wanted` for a layer that may never have been called."""
-        names = [want for want in self.options.layers or () if isinstance(want, str)]
-        if self.options.layers is None or any(fnmatch.fnmatchcase(layer, name) for name in names):
-            return True
-        return layer in self._order and self._wanted(layer)
 
     def _warn_of_empty_columns(self, snapshot: Snapshot) -> None:
         asked = {column.name for column in self.options.asked()}
@@ -425,10 +421,6 @@ def _distributed() -> bool:
 
 def _rank() -> int:
     return dist.get_rank() if _distributed() else 0
-
-
-def _call(function: Callable[[], object]) -> None:
-    function()
 
 
 def _device(model: nn.Module | None) -> torch.device:

@@ -5,18 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnmon import dashboard
+from attnmon.schedule import picture_due
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from attnmon.snapshot import Snapshot
 
-__all__ = ["write_layout", "write_pictures", "write_snapshot"]
+__all__ = ["worth_pictures", "write_layout", "write_pictures", "write_snapshot"]
 
 
 def write_layout(writer: SummaryWriter, snapshot: Snapshot, *, prefix: str = "attn") -> None:
     """Arranges TensorBoard's "Custom Scalars" page. Once per writer: the last layout written is the one shown."""
     writer.add_custom_scalars(dashboard.custom_scalars_layout(snapshot.values, prefix=prefix))
+
+
+def worth_pictures(snapshot: Snapshot, every_n_steps: int) -> bool:
+    """Whether a sample gets its images: those with an alert do, of the others ever fewer."""
+    return bool(snapshot.alerts) or picture_due(snapshot.step // every_n_steps)
 
 
 def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = True, prefix: str = "attn") -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmon.capture import _mode, _patch, _state
+from attnmon.masks import hides
 from attnmon.types import AttentionCall
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _normalize(layer: str, take: Take, given: dict[str, Any]) -> AttentionCall:
         padding = take(key_padding_mask)
         allowed.append(padding[:, None, None, :])
         if given["self_attention"]:
-            valid = ~padding if padding.dtype == torch.bool else padding > -9999.0
+            valid = ~padding if padding.dtype == torch.bool else ~hides(padding)
     return AttentionCall(
         layer=layer,
         query=heads[0],

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmon.masks import distinct, hide
+
 __all__: list[str] = []
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -127,11 +129,6 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes))
 
 
-def _distinct(mask: Tensor) -> Tensor:
-    """`mask` with size 1 where it repeats itself over rows (heads, as a rule): what is made of it is small."""
-    return mask[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])]
-
-
 def _zeroed(values: Tensor, mask: Tensor, shown: Tensor) -> Tensor:
     """`values` with 0 where `mask` is False; `shown` is the mask as 0.0 and 1.0."""
     if values.device.type == "cpu":  # a product is ten times faster there than a choice, but 0 * nan is nan
@@ -145,15 +142,7 @@ def _hidden_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Scores with -inf where a key is not visible."""
     scores = _check_floating("scores", scores, "(..., n)", 1)
     mask = _check_mask(mask, scores, "scores")
-    if mask is None:
-        return scores
-    shape = torch.broadcast_shapes(scores.shape, mask.shape)
-    mask = _distinct(mask)
-    if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # a sum is faster than a choice
-        scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -math.inf)
-    else:
-        scores = torch.where(mask, scores, -math.inf)
-    return scores.expand(shape)
+    return scores if mask is None else hide(scores, mask)
 
 
 def _visible_weights(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -167,7 +156,7 @@ def _visible_weights(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
         count = torch.full(weights.shape[:-1], float(weights.shape[-1]), dtype=weights.dtype, device=weights.device)
         return weights, None, count
     shape = torch.broadcast_shapes(weights.shape, mask.shape)
-    mask = _distinct(mask)
+    mask = distinct(mask)
     shown = mask.to(weights.dtype)
     weights = _zeroed(weights, mask, shown).expand(shape)
     return weights, shown, shown.sum(-1).expand(weights.shape[:-1])
@@ -192,7 +181,7 @@ def _visible_values(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor
     scores = _check_floating("scores", scores, "(..., n)", 1)
     mask = _check_mask(mask, scores, "scores")
     shape = scores.shape if mask is None else torch.broadcast_shapes(scores.shape, mask.shape)
-    mask = None if mask is None else _distinct(mask)
+    mask = None if mask is None else distinct(mask)
     if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # none is -inf: the mask alone hides keys
         shown = scores.new_ones(shape[-1]) if mask is None else mask.to(scores.dtype)
         kept = scores if mask is None else scores * shown

@@ -26,7 +26,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnmon.metrics._checks import _distinct, _zeroed
+from attnmon.masks import distinct
+from attnmon.metrics._checks import _zeroed
 
 __all__: list[str] = []
 
@@ -101,7 +102,7 @@ class _Block:
         if visible is None:
             count = weights.new_full(weights.shape[:-1], self.n)
         else:
-            mask = _distinct(visible)
+            mask = distinct(visible)
             self.shown = mask.to(weights.dtype)
             weights = _zeroed(weights, mask, self.shown)
             count = self.shown.sum(-1).expand(weights.shape[:-1])
