@@ -1,4 +1,4 @@
-"""What masks do to scores: when an additive one hides a key, and how hidden keys leave the softmax."""
+"""What masks do to scores: when an additive one hides a key, how hidden keys leave the softmax, and the softmax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["distinct", "hide", "hides"]
+__all__ = ["distinct", "hide", "hides", "masked_softmax"]
 
 # An additive mask hides a key by a very negative number; which one differs: -inf, the dtype's smallest number, -1e9,
 # -1e4, -100. At -1e4 the weight is exactly zero in every floating dtype. Nearer to zero, what counts is the distance
@@ -58,3 +58,23 @@ def hide(scores: Tensor, mask: Tensor) -> Tensor:
     else:
         scores = torch.where(mask, scores, -math.inf)
     return scores.expand(shape)
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Weights of the visible keys, exactly 0 elsewhere.
+
+    Args:
+        logits: ``(..., n)`` scaled scores.
+        mask: ``(..., n)`` bool, True = visible.
+
+    Returns:
+        ``(..., n)``; a row that sees nothing is all 0, a row with a NaN or +inf score is NaN where it is visible.
+
+    Example:
+        >>> masked_softmax(torch.zeros(3), torch.tensor([True, True, False]))
+        tensor([0.5000, 0.5000, 0.0000])
+    """
+    weights = hide(logits, mask).softmax(dim=-1)
+    if weights.device.type == "cpu" and bool(weights.sum().isfinite()):  # every row sees something finite
+        return weights
+    return weights.masked_fill(~mask, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmon.masks import hides
 from attnmon.types import AttentionCall
 
-__all__ = ["RowBatch", "RowSampler", "row_batches"]
+__all__ = ["RowBatch", "RowSampler", "all_rows", "row_batches", "rows_at"]
 
 # Bound for one chunk's scores, in elements; the metrics' temporaries are a small multiple of it.
 _CHUNK_ELEMENTS = 8_000_000
@@ -158,6 +158,31 @@ def row_batches(call: AttentionCall, sampler: RowSampler) -> Iterator[RowBatch]:
         if call.causal_offset is not None and trim and step < positions.shape[1]:
             keys = min(keys, max(1, int(positions[:, part].max()) + call.causal_offset + 1))
         yield _rows_at(call, key[:, :, :keys], value[:, :, :keys], positions[:, part], weight[:, part])
+
+
+def all_rows(call: AttentionCall) -> Iterator[RowBatch]:
+    """Every row of a call in the order of their positions, padding included, in chunks as `row_batches` makes them.
+
+    Must run under ``no_grad`` and outside autocast.
+    """
+    sampler = RowSampler("all", call.query.shape[0], None)
+    return row_batches(replace(call, valid=None), sampler)
+
+
+def rows_at(call: AttentionCall, positions: Tensor, keys: int) -> RowBatch:
+    """The rows at some positions of every sequence of a call, over its first keys.
+
+    Must run under ``no_grad`` and outside autocast.
+
+    Args:
+        call: The call.
+        positions: ``(rows,)`` int64 query positions, on the device of the call.
+        keys: How many keys; those behind them must be invisible to these rows, or be meant to be left out.
+    """
+    dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    key, value = (tensor[:, :, :keys].detach().to(dtype) for tensor in (call.key, call.value))
+    positions = positions.expand(call.query.shape[0], -1)
+    return _rows_at(call, key, value, positions, torch.ones_like(positions, dtype=torch.float32))
 
 
 def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from attnmon.agreement import contradicts, full_precision
 from attnmon.capture import Attachment, attach
-from attnmon.metrics import score_max
-from attnmon.normalizers import softmax
+from attnmon.masks import masked_softmax
 from attnmon.quantities import Column, measure
-from attnmon.rows import RowBatch, RowSampler, row_batches, take_rows
+from attnmon.rows import RowSampler, row_batches
 from attnmon.sums import LayerSums
 from attnmon.types import AttentionCall
 
 __all__ = ["Window", "WindowOptions"]
-
-# How far the output recomputed from the captured arguments may be from the module's own, relative to the largest
-# visible value: rounding of the weights in the model's dtype stays well below, a forgotten bias, cap or mask does not.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_TF32_TOLERANCE = 5e-3  # float32 products on other devices than the CPU may keep 10 bits of the mantissa
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +99,7 @@ class Window:
                 self.sums.pop(call.layer, None)
         elif call.layer in self._trained:
             return
-        with torch.no_grad(), _full_precision(call.query.device):
+        with torch.no_grad(), full_precision(call.query.device):
             self._add(call)
 
     def _add(self, call: AttentionCall) -> None:
@@ -135,7 +129,7 @@ class Window:
         nonfinite = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
         mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
         for batch in row_batches(call, self.sampler):
-            weights = softmax(batch.logits, batch.mask)
+            weights = masked_softmax(batch.logits, batch.mask)
             carried = batch.values[:, :, None] if self.options.vectors == "value" else vectors
             values = measure(
                 batch,
@@ -148,7 +142,7 @@ class Window:
             sums.add_rows(values, batch.weight)
             nonfinite += (~batch.finite & (batch.weight > 0)[:, None]).sum(dim=(0, 2))
             if call.output is not None:
-                mismatch |= _contradicts(call.output, batch, weights)
+                mismatch |= contradicts(call.output, batch, weights)
         padding = torch.zeros((), device=call.query.device) if call.valid is None else (~call.valid.bool()).sum()
         sums.add_call(nonfinite, mismatch, padding, call.temperature)
 
@@ -167,39 +161,6 @@ class Window:
         if self.options.normalize_vectors:
             vectors = nn.functional.normalize(vectors, dim=-1)
         return vectors[:, None, None]
-
-
-def _contradicts(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
-    """Whether the module's own attention output is not the one that the captured arguments give."""
-    own = take_rows(output.detach(), batch.positions).to(batch.values.dtype)
-    recomputed = batch.per_head(weights @ batch.values)
-    error = (own - recomputed).abs().amax(dim=-1)
-    usable = batch.finite & (batch.weight > 0)[:, None]
-    values = batch.values.flatten(-2)
-    size = torch.maximum(values.amax(-1), -values.amin(-1))
-    size = size.repeat_interleave(batch.num_heads // batch.values.shape[1], dim=1)
-    tolerance = _TOLERANCE.get(output.dtype, 5e-2)
-    if output.dtype == torch.float32 and output.device.type != "cpu":
-        tolerance = _TF32_TOLERANCE
-    # The larger the scores, the more of them is lost to rounding before the softmax sees it.
-    logits = batch.per_head(score_max(batch.logits, mask=batch.mask))  # NaN for a row that sees nothing: not usable
-    limit = (tolerance + 8 * torch.finfo(output.dtype).eps * logits) * size[:, :, None]
-    return (usable & (error > limit)).any()
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast and no reduced-precision products inside, whatever the run has chosen for itself."""
-    precision = torch.get_float32_matmul_precision()
-    with torch.autocast(device.type, enabled=False):
-        if precision == "highest":
-            yield
-            return
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
 
 
 def silent_layers(found: Sequence[str], window: Window) -> list[str]:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from attnmon.normalizers import softmax
-from attnmon.rows import RowSampler, row_batches, take_rows
+from attnmon.masks import masked_softmax
+from attnmon.rows import RowSampler, all_rows, row_batches, take_rows
 from attnmon.types import AttentionCall
 
 
@@ -34,7 +34,7 @@ def outputs(call: AttentionCall, sampler: RowSampler) -> tuple[torch.Tensor, tor
     """The attention output of each row, its position and its weight, put together over the chunks."""
     parts = []
     for batch in row_batches(call, sampler):
-        weights = softmax(batch.logits, batch.mask)
+        weights = masked_softmax(batch.logits, batch.mask)
         parts.append((batch.per_head(weights @ batch.values), batch.positions, batch.weight))
     out, positions, weight = zip(*parts, strict=True)
     return torch.cat(out, dim=2), torch.cat(positions, dim=1), torch.cat(weight, dim=1)
@@ -88,7 +88,7 @@ def test_causal_offset_with_longer_keys(offset):
         visible = batch.per_head(batch.mask.sum(dim=-1))
         assert (visible == batch.positions[:, None] + offset + 1).all()
         future = torch.arange(17) > (batch.positions + offset)[:, None, :, None]
-        weights = batch.per_head(softmax(batch.logits, batch.mask))
+        weights = batch.per_head(masked_softmax(batch.logits, batch.mask))
         assert (weights.masked_select(future) == 0).all()
 
 
@@ -195,3 +195,16 @@ class TestPositions:
         sampler.select(10)
         sampler.positions(2, 64, None, torch.device("cpu"))
         assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("elements", [1, 700, 10**6])
+def test_all_rows_come_in_order_and_with_padding(elements, monkeypatch):
+    monkeypatch.setattr("attnmon.rows._CHUNK_ELEMENTS", elements)
+    call = make_call(causal_offset=0, valid=torch.rand(2, 12) > 0.5)
+    batches = list(all_rows(call))
+    assert (len(batches) > 1) == (elements < 10**6)
+    positions = torch.cat([batch.positions for batch in batches], dim=1)
+    assert torch.equal(positions, torch.arange(12).expand(2, 12))
+    assert all((batch.weight == 1).all() for batch in batches)
+    out = [batch.per_head(masked_softmax(batch.logits, batch.mask) @ batch.values) for batch in batches]
+    torch.testing.assert_close(torch.cat(out, dim=2), torch_output(call))

@@ -2,6 +2,15 @@
 
 from attnmon.capture.attachment import Attachment, attach
 from attnmon.capture.context import Hook
-from attnmon.capture.discovery import AttentionSite, compiled_modules, describe_search, find_attention
+from attnmon.capture.discovery import AttentionSite, compiled_modules, describe_search, find_attention, named_layers
 
-__all__ = ["Attachment", "AttentionSite", "Hook", "attach", "compiled_modules", "describe_search", "find_attention"]
+__all__ = [
+    "Attachment",
+    "AttentionSite",
+    "Hook",
+    "attach",
+    "compiled_modules",
+    "describe_search",
+    "find_attention",
+    "named_layers",
+]

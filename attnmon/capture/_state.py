@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from attnmon.capture.attachment import Attachment
@@ -37,6 +37,11 @@ def busy() -> Iterator[None]:
 def is_busy() -> bool:
     """Whether this thread is inside `busy`."""
     return _BUSY.depth > 0
+
+
+def in_place_of(own: Tensor, answer: Tensor) -> Tensor:
+    """`answer` in the dtype and the layout in memory of `own`, whose shape it has."""
+    return torch.empty_like(own).copy_(answer)
 
 
 def recomputing() -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -63,9 +63,12 @@ class Attachment:
         context: frozenset[str],
         select: Callable[[int], Tensor | None] | None,
         guard: Callable[[Callable[[], None]], None],
+        replace: Callable[[AttentionCall], Tensor | None] | None,
     ) -> None:
         self.paused = False
         self.guard = guard
+        self._replace = replace
+        self._answer: Tensor | None = None
         everything = named_layers(model)
         roots = compiled_roots(model)
         compiled = {part for root in roots for part in root.modules()}
@@ -86,9 +89,10 @@ class Attachment:
             if sites["huggingface"]:
                 self._undo.append(huggingface.install(sites["huggingface"]))
             self._undo.append(multihead.install(self.layers, sites["multihead"]))
-            # The mode costs a little on every torch function, and changes which kernels torch's own modules take.
+            # The mode costs a little on every torch function, and changes which kernels torch's own modules take. Where
+            # outputs are replaced, that counts for less than a call that nobody has found.
             found = sites["huggingface"] or sites["multihead"] or hidden
-            if sites["sdpa"] or (self.layers and not found):
+            if sites["sdpa"] or (self.layers and not found) or replace is not None:
                 self._undo.append(sdpa.install(roots))
             _state.ACTIVE.append(self)
             for layer in hidden:
@@ -97,6 +101,9 @@ class Attachment:
                 self.skip(layer, reason)
             for layer, kernel in unsupported_kernels(model).items():
                 self.skip(layer, f"calls `{kernel}`, whose masks and weights cannot be read from outside")
+            if replace is not None:
+                for module in sites["multihead"]:
+                    self.skip(self.layers[module], multihead.IRREPLACEABLE)
         except BaseException:
             self.detach()
             raise
@@ -118,6 +125,7 @@ class Attachment:
             self._undo.pop()()
         self.layers = {}
         self._lengths.clear()
+        self._answer = None
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +134,16 @@ class Attachment:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.detach()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether something may take the place of what the modules' attention returns."""
+        return self._replace is not None
+
+    def take_answer(self) -> Tensor | None:
+        """What takes the place of the output of the call delivered last, `(batch, num_heads, q_len, v_head_dim)`."""
+        answer, self._answer = self._answer, None
+        return answer
 
     def skip(self, layer: str, reason: str) -> None:
         """Report, once per layer, why its calls are not captured."""
@@ -151,7 +169,9 @@ class Attachment:
         """
         layer = self.layers[module]
         batch, q_len, kv_len = sizes
-        if batch == 0 or q_len == 0 or kv_len == 0 or self._is_decode_step(layer, q_len, kv_len):
+        if batch == 0 or q_len == 0 or kv_len == 0:
+            return
+        if self._is_decode_step(layer, q_len, kv_len) and self._replace is None:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self.skip(layer, "it runs inside a functorch transform (vmap, grad), whose tensors cannot be read")
@@ -173,6 +193,9 @@ class Attachment:
             call = self._surround(module, layer, call, take, sizes, crosses)
         with _state.busy():
             self._on_call(call)
+            if self._replace is not None:
+                with torch.no_grad():
+                    self._answer = _checked(call, self._replace(call))
 
     def _surround(
         self,
@@ -203,7 +226,7 @@ class Attachment:
         if "embedding" in self._context.extras:
             embedding = self._context.embedding(batch, call.key.shape[2])
             fields["embedding"] = None if embedding is None else take(embedding)
-        return replace(call, **fields) if fields else call  # type: ignore[arg-type]
+        return dataclasses.replace(call, **fields) if fields else call  # type: ignore[arg-type]
 
     def _is_decode_step(self, layer: str, q_len: int, kv_len: int) -> bool:
         """Whether a single query continues a sequence that this module has begun: generation with a cache."""
@@ -215,6 +238,19 @@ class Attachment:
         if decoding:
             self._lengths[layer] = (max(before[0], 1), kv_len)
         return decoding
+
+
+def _checked(call: AttentionCall, answer: Tensor | None) -> Tensor | None:
+    if answer is None:
+        return None
+    shape = (*call.query.shape[:3], call.value.shape[3])
+    if not isinstance(answer, Tensor) or answer.shape != shape:
+        came = f"shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise ValueError(
+            "Expected `replace` to return a tensor (batch, num_heads, q_len, v_head_dim) of shape "
+            f"{tuple(shape)}, or None to leave the output as it is, but got {came} at `{call.layer}`."
+        )
+    return answer
 
 
 def looks_crossed(module: nn.Module, layer: str) -> bool:
@@ -237,10 +273,12 @@ def attach(
     context: frozenset[str] = frozenset(),
     select: Callable[[int], Tensor | None] | None = None,
     guard: Callable[[Callable[[], None]], None] = _unguarded,
+    replace: Callable[[AttentionCall], Tensor | None] | None = None,
 ) -> Attachment:
     """Start capturing the attention calls that the modules of `model` make.
 
-    What the model computes stays the same to the last bit, and `Attachment.detach` leaves it as it was found.
+    What the model computes stays the same to the last bit (unless `replace` says otherwise), and `Attachment.detach`
+    leaves it as it was found.
 
     Args:
         model: Any module, wrapped or not.
@@ -251,16 +289,29 @@ def attach(
             None for all. Every tensor of the call then holds these sequences only.
         guard: Runs every function that reads something while the model runs, this module's own and `on_call`; what
             it lets through goes to whoever runs the model.
+        replace: Given a call after `on_call` has seen it, what the module's attention is to return instead of
+            `AttentionCall.output`: ``(batch, num_heads, q_len, v_head_dim)`` of any floating dtype, or None for its
+            own output. It runs without gradients, and none flow through what it returns. Only the heads' outputs
+            are replaced: weights that a function returns beside them remain its own. Calls that are not handed on
+            are not replaced either: each such layer is reported to `on_skip`, `nn.MultiheadAttention` at once.
+            Single queries that continue a sequence are handed on here. Of several attachments that replace the same
+            call, the one made last prevails; all of them see the module's own output.
 
     Returns:
         The attachment, in force.
 
     Raises:
-        ValueError: `context` names something else.
+        ValueError: `context` names something else; or `replace` is given along with `select`, or returns a tensor of
+            another shape (raised while the model runs).
     """
     unknown = frozenset(context) - _EXTRAS
     if unknown:
         raise ValueError(
             f"Expected `context` to name some of {sorted(_EXTRAS)}, but got {sorted(unknown)}. Drop the others."
         )
-    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select, guard=guard)
+    if replace is not None and select is not None:
+        raise ValueError(
+            "Expected `replace` without `select`, but got both: a call is replaced for all of its sequences. Drop "
+            "`select`."
+        )
+    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select, guard=guard, replace=replace)

@@ -102,10 +102,13 @@ def _dispatcher(name: str, original: Callable[[], Callable[..., Any]]) -> Callab
         if not attachments:
             return function(module, *args, **kwargs)
         with _state.busy():  # the fused function inside is this call, not another
-            result = function(module, *args, **kwargs)
+            result = returned = function(module, *args, **kwargs)
         for attachment in attachments:
             attachment.guard(partial(_deliver, attachment, module, name, function, args, kwargs, result))
-        return result
+            answer = attachment.take_answer()
+            if answer is not None:
+                returned = _replaced(attachment, module, result, answer, returned)
+        return returned
 
     return attention
 
@@ -159,6 +162,21 @@ def bypassing(layers: dict[nn.Module, str]) -> Iterator[tuple[str, str]]:
 def _implementation(module: nn.Module) -> str | None:
     named = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return named if isinstance(named, str) else None
+
+
+def _replaced(attachment: Attachment, module: nn.Module, result: Any, answer: Tensor, otherwise: Any) -> Any:
+    """`result` with `answer` as its heads' outputs, in the layout of the interface: (batch, q_len, num_heads, d)."""
+    answer = answer.transpose(1, 2)
+    output = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(output, Tensor) or output.shape != answer.shape:
+        came = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"as {type(output).__name__}"
+        attachment.skip(
+            attachment.layers[module],
+            f"its attention function returns the heads' outputs {came}, where {tuple(answer.shape)} is expected",
+        )
+        return otherwise
+    output = _state.in_place_of(output, answer)
+    return (output, *result[1:]) if isinstance(result, tuple) else output
 
 
 _POSITIONAL = ("query", "key", "value", "attention_mask")

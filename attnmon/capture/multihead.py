@@ -24,7 +24,12 @@ from attnmon.types import AttentionCall
 if TYPE_CHECKING:
     from attnmon.capture.attachment import Attachment, Take
 
-__all__ = ["deliver_functional", "install"]
+__all__ = ["IRREPLACEABLE", "deliver_functional", "install"]
+
+IRREPLACEABLE = (
+    "it attends inside nn.MultiheadAttention or F.multi_head_attention_forward, which project what attention returns "
+    "in the same breath: that can be read, but not replaced; write the layer with F.scaled_dot_product_attention"
+)
 
 _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 _FUNCTIONAL = inspect.signature(F.multi_head_attention_forward)
@@ -80,7 +85,7 @@ def _is_torchs_own(module: nn.Module) -> bool:
 def _attend(module: nn.MultiheadAttention, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for called in _CALLED:
         called.add(module)
-    attachments = _state.watchers(module)
+    attachments = [attachment for attachment in _state.watchers(module) if not attachment.replaces]
     with _plain_kernels(module), _state.busy():
         output = original(*args, **kwargs)
     for attachment in attachments:
@@ -97,7 +102,7 @@ def _deliver_module(attachment: Attachment, module: nn.MultiheadAttention, args:
 def _encode_layer(layer: nn.TransformerEncoderLayer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     called: set[nn.Module] = set()
     attention = layer.self_attn
-    attachments = _state.watchers(attention)
+    attachments = [attachment for attachment in _state.watchers(attention) if not attachment.replaces]
     _CALLED.append(called)
     try:
         with _plain_kernels(layer):
@@ -172,6 +177,9 @@ def deliver_functional(
     attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Hand on a direct call of `F.multi_head_attention_forward` made by `module`."""
+    if attachment.replaces:
+        attachment.skip(attachment.layers[module], IRREPLACEABLE)
+        return
     bound = _FUNCTIONAL.bind(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)

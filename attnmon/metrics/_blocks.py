@@ -90,19 +90,43 @@ def _grouped(
         return {name: weights.new_empty(groups, rows, len(sizes), dtype=result) for name in fields(block)}
     direct = result == torch.float64 or weights.device.type != "cuda"
     work = result if direct else torch.float64
-    budget = _block_elements(weights.device, work)
-    gathered = max(sizes) * vectors.shape[-1] if max(sizes) <= _GATHERED else 0
-    per_row = n * len(sizes) + gathered
-    some = max(1, min(groups, budget // (rows * per_row)))
-    step = max(1, rows if some > 1 else min(rows, budget // per_row))
+    some = max(1, min(groups, _block_elements(weights.device, work) // (rows * _per_row(n, vectors.shape[-1], sizes))))
     out: dict[str, Tensor] = {}
     for g in range(0, groups, some):
-        group = _Group(vectors[g : g + some].to(work), direct)
-        for r in range(0, rows, step):
-            at = (slice(g, g + some), slice(r, r + step))
-            block = _Block(weights[at].to(work), group, None if mask is None else mask[at], sizes)
-            for name, value in fields(block).items():
-                if name not in out:
-                    out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
-                out[name][at] = torch.where(block.defined, value, torch.nan).to(result)
+        at = slice(g, g + some)
+        part = _over_rows(
+            weights[at], _Group(vectors[at].to(work), direct), sizes, None if mask is None else mask[at], fields, result
+        )
+        for name, value in part.items():
+            if name not in out:
+                out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
+            out[name][at] = value
     return out
+
+
+def _over_rows(
+    weights: Tensor,
+    group: _Group,
+    sizes: tuple[int, ...],
+    mask: Tensor | None,
+    fields: Fields,
+    result: torch.dtype,
+) -> dict[str, Tensor]:
+    """`fields` of weights (G, R, n) whose vectors are prepared, a block of rows after the other: name -> (G, R, K)."""
+    groups, rows, n = weights.shape
+    d, work = group.vectors.shape[-1], group.vectors.dtype
+    step = max(1, min(rows, _block_elements(weights.device, work) // (groups * _per_row(n, d, sizes))))
+    out: dict[str, Tensor] = {}
+    for r in range(0, rows, step):
+        at = (slice(None), slice(r, r + step))
+        block = _Block(weights[at].to(work), group, None if mask is None else mask[at], sizes)
+        for name, value in fields(block).items():
+            if name not in out:
+                out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
+            out[name][at] = torch.where(block.defined, value, torch.nan).to(result)
+    return out
+
+
+def _per_row(n: int, d: int, sizes: tuple[int, ...]) -> int:
+    """Elements of the largest temporary of one row."""
+    return n * len(sizes) + (max(sizes) * d if max(sizes) <= _GATHERED else 0)

@@ -52,10 +52,25 @@ def _unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class _Group:
-    """Vectors of a few groups of rows, (G, n, d), and what depends on them alone."""
+    """Vectors of a few groups of rows, (G, n, d), and what depends on them alone.
 
-    def __init__(self, vectors: Tensor, direct: bool) -> None:
-        self.direct = direct  # small differences may be looked for, and computed again
+    Args:
+        vectors: ``(G, n, d)``.
+        direct: Small differences may be looked for, and computed again.
+        dense: Distances and products of all pairs, (G, n, n), may be kept; without, they are made row by row.
+        whole: A group over more keys of which these are the first: what it has made is not made again.
+    """
+
+    def __init__(self, vectors: Tensor, direct: bool, dense: bool = True, whole: _Group | None = None) -> None:
+        self.direct, self.dense, self._whole = direct, dense, whole
+        self.squares: Tensor
+        self.broken: Tensor
+        self.any_broken: bool
+        n = vectors.shape[1]
+        if whole is not None:
+            self.vectors, self.squares, self.broken = vectors, whole.squares[:, :n], whole.broken[:, :n]
+            self.any_broken = whole.any_broken
+            return
         # sum of squares over each key's own row: the same for identical keys, wherever they stand
         self.squares = (vectors * vectors).sum(-1)  # (G, n)
         self.broken = ~self.squares.isfinite()
@@ -66,6 +81,12 @@ class _Group:
         else:
             self.any_broken = False
         self.vectors = vectors
+
+    def prefix(self, n: int) -> _Group:
+        """The first n keys of each group."""
+        if n == self.vectors.shape[1]:
+            return self
+        return _Group(self.vectors[:, :n], self.direct, self.dense, self._whole or self)
 
     @cached_property
     def norms(self) -> Tensor:
@@ -80,7 +101,71 @@ class _Group:
     @cached_property
     def pairwise(self) -> Tensor:
         """``||x_i - x_j||``, (G, n, n), from differences: exact for near-coincident keys."""
-        return torch.cdist(self.vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        if self._whole is not None:
+            n = self.vectors.shape[1]
+            return self._whole.pairwise[:, :n, :n]
+        distances: Tensor = torch.cdist(self.vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        return distances
+
+    @cached_property
+    def products(self) -> Tensor:
+        """``x_i . x_j``, (G, n, n)."""
+        if self._whole is not None:
+            n = self.vectors.shape[1]
+            return self._whole.products[:, :n, :n].contiguous()
+        return torch.bmm(self.vectors, self.vectors.mT)
+
+    @cached_property
+    def double(self) -> Tensor:
+        """The vectors in float64, (G, n, d)."""
+        if self._whole is not None:
+            return self._whole.double[:, : self.vectors.shape[1]]
+        return self.vectors.double()
+
+    def distances_from(self, index: Tensor) -> Tensor:
+        """``||x_i - x_j||`` of the keys `index` (G, R) to all, (G, R, n)."""
+        if self.dense and len(index) == 1:
+            return self.pairwise[0].index_select(0, index[0])[None]
+        if self.dense:
+            groups = torch.arange(len(index), device=index.device)[:, None]
+            return self.pairwise[groups, index]
+        chosen = self._rows(index).double()
+        squared = (
+            chosen.square().sum(-1, keepdim=True)
+            + self.squares[:, None].double()
+            - 2 * torch.bmm(chosen, self.double.mT)
+        )
+        return squared.clamp_min_(0).sqrt_().to(self.vectors.dtype)
+
+    def products_from(self, group: int, index: Tensor, out: Tensor) -> Tensor:
+        """``x_i . x_j`` of the keys `index` (R,) of one group to all, into `out` (R, n)."""
+        if self.dense:
+            return torch.index_select(self.products[group], 0, index, out=out)
+        return torch.mm(self.vectors[group, index], self.vectors[group].mT, out=out)
+
+    def _rows(self, index: Tensor) -> Tensor:
+        return self.vectors.gather(1, index[..., None].expand(*index.shape, self.vectors.shape[-1]))
+
+    @cached_property
+    def closest(self) -> Tensor:
+        """Smallest distance between two of the first j + 1 keys, (G, n); inf for j = 0."""
+        if self._whole is not None:
+            return self._whole.closest[:, : self.vectors.shape[1]]
+        g, n, d = self.vectors.shape
+        if self.dense:
+            later = torch.ones(n, n, dtype=torch.bool, device=self.vectors.device).triu()
+            return self.pairwise.masked_fill(later, torch.inf).amin(-1).cummin(-1).values
+        nearest = torch.full_like(self.squares, torch.inf)
+        step = max(1, _block_elements(self.vectors.device, torch.float64) // max(n, d))
+        for start in range(1, n, step):
+            rows = torch.arange(start, min(start + step, n), device=self.vectors.device)
+            distances = self.distances_from(rows.expand(g, -1))
+            distances.masked_fill_(torch.arange(n, device=rows.device) >= rows[:, None], torch.inf)
+            # the pair is found by products, its distance taken from the difference
+            pair = distances.argmin(-1)
+            difference = self.vectors[:, start : start + step] - self._rows(pair)
+            nearest[:, start : start + step] = torch.linalg.vector_norm(difference, dim=-1)
+        return nearest.cummin(-1).values
 
 
 class _Block:
@@ -262,7 +347,7 @@ class _Block:
 
     @cached_property
     def _centre_double(self) -> Tensor:
-        return torch.bmm(self.weights.double(), self.group.vectors.double())
+        return torch.bmm(self.weights.double(), self.group.double)
 
     def exact_centre(self, index: tuple[Tensor, ...], many: bool) -> Tensor:
         """`centre` for some rows, ``index = (g, r, k)`` of shape (m,) each: (m, d), float64.

@@ -30,15 +30,17 @@ def _bounds_update(block: _Block, want: Iterable[str]) -> dict[str, Tensor]:
     names = set(want) & set(SeparabilityBounds._fields)
     if not names:
         return {}
-    radius = block.norm_sum[1]
+    # small arrays, and a lower bound that is 1 minus a quotient often near 1
+    precise = torch.float32 if block.weights.device.type == "mps" else torch.float64
+    radius = block.norm_sum[1].to(precise)
     lengths = block.group.norms[:, None]
     if block.shown is not None:
         lengths = lengths * block.shown
-    longest = lengths.expand_as(block.weights).amax(-1)  # M, (G, R)
-    half = _smallest_gap(block) ** 2 / 2
+    longest = lengths.expand_as(block.weights).amax(-1).to(precise)  # M, (G, R)
+    half = _smallest_gap(block).to(precise) ** 2 / 2
     lower, printed, valid = [], [], []
     for column, size in enumerate(block.top_n):
-        own = block.top_weights[..., :size]
+        own = block.top_weights[..., :size].to(precise)
         linear, square = _sum_of_others(own), _sum_of_others(own * own)
         inner = (longest**2 - half)[..., None] * linear**2 + half[..., None] * square
         xi = inner.clamp_min(0).sqrt()  # (G, R, N)
@@ -62,19 +64,18 @@ def _sum_of_others(values: Tensor) -> Tensor:
 def _smallest_gap(block: _Block) -> Tensor:
     """``delta``, the smallest distance between two visible keys, (G, R)."""
     g, r, n = block.weights.shape
-    pairwise = block.group.pairwise.clone()
-    pairwise.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+    closest = block.group.closest
     if block.visible is None:
-        return pairwise.flatten(1).amin(-1, keepdim=True).expand(g, r)
+        return closest[:, -1:].expand(g, r)
     # A row that sees the keys up to some position, as causal rows do: a running minimum answers all of them.
-    nearest = pairwise.tril().where(torch.ones(n, n, dtype=torch.bool, device=pairwise.device).tril(-1), torch.inf)
-    running = nearest.amin(-1).cummin(-1).values  # (G, n)
     last = (block.count - 1).clamp_min(0).long()
-    out = running.gather(-1, last)
+    out = closest.gather(-1, last)
     prefix = (block.visible[..., 1:] <= block.visible[..., :-1]).all(-1) & block.visible[..., 0]
     left = ~prefix & (block.count > 1)
     if not bool(left.any()):
         return out
+    pairwise = block.group.pairwise
+    nearest = pairwise.where(torch.ones(n, n, dtype=torch.bool, device=pairwise.device).tril(-1), torch.inf)
     values, pairs = nearest.flatten(1).topk(min(_PAIRS_PER_KEY * n, n * n), dim=-1, largest=False)
     for group in range(g):
         rows = left[group].nonzero().squeeze(-1)

@@ -128,9 +128,6 @@ def _upper_bound(block: _Block) -> Tensor:
 
 def _largest_gap(block: _Block) -> Tensor:
     """``d1``, the largest distance between a selected and an unselected key, (G, R, K)."""
-    pairwise = block.group.pairwise
-    g = block.weights.shape[0]
-    groups = torch.arange(g, device=block.order.device)[:, None]
     gap = torch.zeros_like(block.weights)  # over the selected keys so far
     out = torch.empty_like(block.defined, dtype=gap.dtype)
     hidden = torch.zeros_like(gap, dtype=torch.bool) if block.visible is None else ~block.visible
@@ -138,7 +135,7 @@ def _largest_gap(block: _Block) -> Tensor:
     for column in sorted(range(len(block.top_n)), key=lambda c: block.top_n[c]):
         size = block.top_n[column]
         for rank in range(done, size):
-            gap = torch.maximum(gap, pairwise[groups, block.order[..., rank]])
+            torch.maximum(gap, block.group.distances_from(block.order[..., rank]), out=gap)
         hidden = hidden.scatter(-1, block.order[..., done:size], True)
         out[..., column] = torch.where(hidden, 0.0, gap).amax(-1)
         done = max(done, size)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from attnmon.metrics._checks import _check_positive, _visible_scores
+from attnmon.metrics._checks import _check_floating, _check_positive, _visible_scores
 
 __all__ = ["finite_difference_sensitivity"]
 
@@ -23,19 +23,33 @@ def _sensitivity_rows(
     relative = torch.where(visible, direction - leading, 0.0)
     highest = 0.6 * torch.finfo(scores.dtype).max ** 0.5
     limit = torch.tensor(highest, dtype=torch.float64).log().item()
+    farthest = relative.amax(-1)
     columns = []
     for temperature in temperatures:
         weights = torch.softmax(gaps / temperature, -1)
         for epsilon in epsilons:
-            nudge = relative * (epsilon / temperature)
-            growth = torch.expm1(nudge.clamp_max(limit))
+            growth = torch.mul(relative, epsilon / temperature).clamp_(max=limit).expm1_()
             shift = (weights * growth).sum(-1, keepdim=True)
-            fine = weights * (growth - shift) / (1 + shift)
-            # Where the nudge would overflow, it moves weights by so much that the plain difference is exact enough.
-            coarse = torch.softmax(gaps / temperature + nudge, -1) - weights
-            change = torch.where(nudge.amax(-1, keepdim=True) < limit, fine, coarse)
-            columns.append(torch.linalg.vector_norm(change, dim=-1) / epsilon)
+            change = growth.sub_(shift).mul_(weights)
+            value = torch.linalg.vector_norm(change, dim=-1) / (1 + shift.squeeze(-1))
+            beyond = farthest * (epsilon / temperature) >= limit
+            if scores.device.type != "cpu" or bool(beyond.any()):
+                # There it moves weights by so much that the plain difference is exact enough.
+                coarse = torch.softmax(gaps / temperature + relative * (epsilon / temperature), -1) - weights
+                value = torch.where(beyond, torch.linalg.vector_norm(coarse, dim=-1), value)
+            columns.append(value / epsilon)
     return torch.stack(columns, -1).reshape(*scores.shape[:-1], len(temperatures), len(epsilons))
+
+
+def _check_direction(direction: Tensor, scores: Tensor) -> Tensor:
+    direction = _check_floating("direction", direction, "(..., n)", 1).to(scores.dtype)
+    try:
+        return direction.expand(scores.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"Expected `direction` to broadcast to `scores`, {tuple(scores.shape)}, but got {tuple(direction.shape)}. "
+            "Pass one number per key, or leave it out for a random direction."
+        ) from None
 
 
 @torch.no_grad()
@@ -46,6 +60,7 @@ def finite_difference_sensitivity(
     *,
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
+    direction: Tensor | None = None,
 ) -> Tensor:
     r"""Measure how far a random nudge of the scores moves the weights of each row.
 
@@ -64,14 +79,17 @@ def finite_difference_sensitivity(
         epsilon: Length of the nudge, in units of the raw scores, or several.
         mask: ``(..., n)``, bool, True = visible, or None.
         generator: Source of the directions; the global generator if None.
+        direction: ``(..., n)``, float, broadcastable: nudge along this instead, ``eps`` times it as it stands (of unit
+            length over the visible keys for the paper's g), or None.
 
     Returns:
         ``(..., len(temperature), len(epsilon))``, a number dropping its own dimension: weight per unit of score, at
         least 0. 0 for a row with one key; NaN where a row sees no key or is not finite.
 
     Raises:
-        TypeError: If `scores` is not floating-point or `mask` is not bool.
-        ValueError: If `mask` does not broadcast to `scores`, or `temperature` or `epsilon` is not positive.
+        TypeError: If `scores` or `direction` is not floating-point, or `mask` is not bool.
+        ValueError: If `mask` or `direction` does not broadcast to `scores`, or `temperature` or `epsilon` is not
+            positive.
 
     Example:
         >>> import torch
@@ -88,9 +106,12 @@ def finite_difference_sensitivity(
         usable = (visible.any(-1) & scores.amax(-1).isfinite())[..., None]
         visible = visible & usable
         scores = torch.where(visible, scores, -torch.inf).masked_fill(~usable, 0.0)
-        device = scores.device if generator is None else generator.device
-        draw = torch.randn(scores.shape, generator=generator, dtype=scores.dtype, device=device).to(scores.device)
-        direction = torch.nn.functional.normalize(torch.where(visible, draw, 0.0), dim=-1, eps=1e-30)
+        if direction is None:
+            device = scores.device if generator is None else generator.device
+            draw = torch.randn(scores.shape, generator=generator, dtype=scores.dtype, device=device).to(scores.device)
+            direction = torch.nn.functional.normalize(torch.where(visible, draw, 0.0), dim=-1, eps=1e-30)
+        else:
+            direction = _check_direction(direction, scores)
         value = _sensitivity_rows(scores, visible, direction, temperatures, epsilons)
         value = torch.where(usable[..., None], value, torch.nan)
     if single_epsilon:

@@ -1,0 +1,107 @@
+"""What the keys of a row carry, and what depends on that alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnmon.analysis.options import AnalysisOptions
+from attnmon.metrics._selection import _Group
+from attnmon.types import AttentionCall
+
+__all__ = ["Vectors", "positions_seen"]
+
+# Arrays of all pairs of keys that a group may keep at the same time: distances, products, and what making them takes.
+_SQUARES = 4
+
+
+class Vectors:
+    """Makes the groups of a layer's rows.
+
+    Args:
+        options: Say which vectors.
+        memory: Bytes that arrays of all pairs of keys may take.
+        positional: Filled by `positions_seen` while the model runs.
+    """
+
+    def __init__(self, options: AnalysisOptions, memory: int, positional: list[Tensor]) -> None:
+        self.kind = options.vectors
+        self.normalize = options.normalize_vectors
+        if self.normalize is None:
+            self.normalize = options.vectors == "embedding"
+        self._memory = memory
+        self._positional = positional
+        self._last: tuple[Tensor, _Group] | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all heads of a layer carry the same."""
+        return self.kind != "value"
+
+    def context(self) -> frozenset[str]:
+        """What the capture has to collect."""
+        wanted = {"embedding": "embedding", "positioned": "embedding", "hidden": "hidden"}
+        return frozenset({wanted[self.kind]} if self.shared else ())
+
+    def group(self, call: AttentionCall, kv_head: int) -> _Group:
+        """The group of one key head's rows (of all rows, if the vectors are shared).
+
+        Raises:
+            ValueError: The model doesn't have such vectors.
+        """
+        vectors = call.value[0, kv_head] if self.kind == "value" else self._of_tokens(call)
+        vectors = vectors.detach()
+        dtype = torch.float64 if vectors.dtype == torch.float64 else torch.float32
+        if self._last is not None and self.shared and torch.equal(self._last[0], vectors):
+            return self._last[1]
+        made = vectors.to(dtype)
+        if self.normalize:
+            made = nn.functional.normalize(made, dim=-1)
+        direct = dtype == torch.float64 or made.device.type != "cuda"
+        made = made if direct else made.double()
+        dense = _SQUARES * made.shape[0] ** 2 * made.dtype.itemsize <= self._memory
+        group = _Group(made[None], direct, dense)
+        self._last = (vectors, group)
+        return group
+
+    def _of_tokens(self, call: AttentionCall) -> Tensor:
+        found = call.hidden if self.kind == "hidden" else call.embedding
+        if found is None:
+            raise ValueError(
+                f"Expected `vectors`={self.kind!r} to be one vector for each key of `{call.layer}`, but the model "
+                "shows none of that length. Use vectors='value'."
+            )
+        if self.kind != "positioned":
+            return found[0]
+        fitting = [seen for seen in self._positional if seen.shape[-2:] == found.shape[-2:]]
+        if not fitting:
+            raise ValueError(
+                "Expected `vectors`='positioned' to find a learned position embedding, but the model looks none up "
+                "(rotary and ALiBi positions are not vectors that are added). Use vectors='embedding' or 'hidden'."
+            )
+        return found[0] + fitting[-1].reshape(-1, *found.shape[-2:])[0].to(found.dtype)
+
+
+@contextmanager
+def positions_seen(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects what embedding tables return for indices that count up by one, as positions do."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        index = args[0] if args else None
+        if not isinstance(index, Tensor) or index.is_floating_point() or index.dim() == 0 or index.shape[-1] < 2:
+            return
+        if bool((index.diff(dim=-1) == 1).all()) and isinstance(output, Tensor):
+            seen.append(output.detach())
+
+    handles = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Embedding)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        seen.clear()

@@ -1,0 +1,84 @@
+"""The top-N distance and its printed expectation at every N up to some size, in one walk over the ranks of a row.
+
+Going from N - 1 to N adds one key to ``s_N``, and with it one row of the products ``x_i . x_j`` to ``x_i . s_N``: a
+step costs O(n) a row whatever the dimension of the vectors. Unlike `attnmon.functional.top_n_distance`, a single key
+that nearly coincides with ``s_N`` is not computed again from differences: in float32 its own term may be off by some
+1e-4 of ``||s_N||``, among n - N terms of about that size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnmon.metrics._selection import _Block, _Group
+
+__all__ = ["CONSECUTIVE_FIELDS", "consecutive_distances"]
+
+CONSECUTIVE_FIELDS = ("distance", "expected_paper")
+
+
+def consecutive_distances(weights: Tensor, group: _Group, visible: Tensor | None, most: int) -> dict[str, Tensor]:
+    """`CONSECUTIVE_FIELDS` of `TopNDistances` at N = 1..most.
+
+    Args:
+        weights: ``(G, R, n)`` in the dtype of the group's vectors.
+        group: The vectors of each group.
+        visible: ``(G, R, n)`` bool, True = visible, or None if all are.
+        most: The largest N.
+
+    Returns:
+        Name to ``(G, R, most)``; NaN where a row sees N keys or fewer, or is not finite.
+    """
+    g, r, n = weights.shape
+    out = {name: weights.new_full((g, r, most), torch.nan) for name in CONSECUTIVE_FIELDS}
+    steps = min(most, n - 1)
+    if steps < 1:
+        return out
+    block = _Block(weights, group, visible, (steps,))
+    hidden = torch.zeros(1, 1, n, dtype=torch.bool, device=weights.device) if visible is None else ~visible
+    distance, expected = out["distance"], out["expected_paper"]
+    for index in range(g):
+        shut = hidden[index if len(hidden) > 1 else 0]
+        _walk(block, index, shut, distance[index])
+        _expect(block, index, shut, expected[index])
+    sizes = torch.arange(1, most + 1, device=weights.device, dtype=weights.dtype)
+    defined = block.usable[..., None] & (block.count[..., None] > sizes)
+    return {name: torch.where(defined, value, torch.nan) for name, value in out.items()}
+
+
+def _walk(block: _Block, index: int, shut: Tensor, out: Tensor) -> None:
+    """``d_N`` of one group's rows for N = 1, 2, ... into `out` (R, at least steps)."""
+    weights, order, chosen = block.weights[index], block.order[index], block.top_weights[index]
+    squares = block.group.squares[index]
+    own = (weights * weights).mul_(squares)
+    # a selected or invisible key is so far below zero that it is clamped to 0, and adds nothing to the sum
+    own.masked_fill_(shut, -block.far)
+    slope = weights * -2
+    dots = torch.zeros_like(weights)  # x_i . s_N
+    buffer, row = torch.empty_like(weights), torch.empty_like(weights)
+    square = weights.new_zeros(len(weights), 1)  # ||s_N||^2
+    for step in range(order.shape[-1]):
+        key, weight = order[:, step : step + 1], chosen[:, step : step + 1]
+        block.group.products_from(index, key.squeeze(-1), row)
+        square = square + weight * (2 * dots.gather(-1, key) + weight * squares[key])
+        dots.addcmul_(weight, row)
+        own.scatter_(-1, key, -block.far)
+        torch.addcmul(own, slope, dots, out=buffer).add_(square).clamp_min_(0).sqrt_()
+        torch.sum(buffer, -1, out=out[:, step])
+
+
+def _expect(block: _Block, index: int, shut: Tensor, out: Tensor) -> None:
+    """Equation 10 of one group's rows for N = 1, 2, ... into `out`: a polynomial of ``k = N / (n - 1)`` per key."""
+    weights, squares = block.weights[index], block.group.squares[index]
+    count = block.count[index][:, None]
+    scaled = weights * squares
+    dots, centre = block.centre_dots[index], block.centre_square[index][:, None]
+    fixed = (scaled - 2 * dots).mul_(weights).add_(centre).masked_fill_(shut, -block.far)
+    linear = (scaled - dots).mul_(2)
+    buffer = torch.empty_like(weights)
+    for step in range(block.order.shape[-1]):
+        k = (step + 1) / (count - 1).clamp_min(1)
+        torch.addcmul(linear, k, squares, out=buffer)
+        torch.addcmul(fixed, k, buffer, out=buffer).clamp_min_(0).sqrt_()
+        out[:, step] = buffer.sum(-1).mul_(((count - step - 1) / count).squeeze(-1))
