@@ -1,4 +1,4 @@
-"""The text that the recipes train on: from this Python, a file or a web address to blocks of tokens."""
+"""The text that the recipes work on: from this Python, a file or a web address to blocks of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import urllib.error
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from datasets import Dataset
 from lightning.pytorch import LightningDataModule
@@ -84,7 +84,7 @@ def read_text(path: Path, checksum: str | None = None) -> str:
     except OSError as error:
         raise ValueError(
             f"Expected `text` to be a readable text file, but reading {str(path)!r} failed: {error.strerror or error}. "
-            "Check the path and its permissions, or leave `text` out to train on the text that Python carries."
+            "Check the path and its permissions, or leave `text` out to use the text that Python carries."
         ) from error
     found = hashlib.sha256(raw).hexdigest()
     if checksum is not None and found != checksum.lower():
@@ -132,17 +132,67 @@ def fetch_text(url: str, folder: Path, checksum: str | None = None) -> Path:
     except (OSError, urllib.error.URLError) as error:
         raise ValueError(
             f"Expected `text` to be a file or an address that can be fetched, but fetching {url} failed: {error}. "
-            "Fetch it by other means and give the file: --data.text FILE"
+            "Fetch it by other means and give the path of the file as `text`."
         ) from error
     except RuntimeError as error:  # what torch raises for a wrong hash; the download is gone by then
         raise ValueError(
             f"Expected `text` to have the SHA-256 checksum {checksum}, but what {url} serves has another: {error}. "
-            "If the text has been re-issued, accept it with --data.checksum null."
+            "If the text has been re-issued, accept it with `checksum: null`."
         ) from error
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     recorded.write_text(found + "\n")
     rank_zero_info(f"Kept {url} as {path} (SHA-256 {found})")
     return path
+
+
+def cache_folder(folder: str | None = None) -> Path:
+    """Where fetched texts are kept: the given folder, or ``attnmon`` in the user's cache."""
+    if folder:
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnmon"
+
+
+def load_text(text: str | None = None, checksum: str | None = None, folder: Path | None = None) -> tuple[str, str]:
+    """The text of a file, of an address (fetched once and kept), or the one that this Python carries.
+
+    Args:
+        text: A file, an ``http(s)://`` address, or None for the language reference in `pydoc_data.topics`.
+        checksum: SHA-256 that its bytes must have, or None.
+        folder: Where a fetched text is kept; by default `cache_folder`.
+
+    Returns:
+        The text, not empty, and the SHA-256 of its bytes.
+
+    Raises:
+        ValueError: As `read_text` and `fetch_text`.
+    """
+    if text is None:
+        from pydoc_data.topics import topics
+
+        carried = "\n\n".join(topics.values())
+        return carried, hashlib.sha256(carried.encode()).hexdigest()
+    if is_address(text):
+        path = fetch_text(text, folder or cache_folder(), checksum)
+        checksum = checksum or path.with_name(path.name + ".sha256").read_text().strip()
+    else:
+        path = Path(text).expanduser()
+    return read_text(path, checksum), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def is_address(text: str | None) -> TypeGuard[str]:
+    """Whether a text has to be fetched."""
+    return text is not None and text.startswith(("http://", "https://"))
+
+
+def check_checksum(checksum: str | None) -> None:
+    """Refuse what cannot be a SHA-256."""
+    if checksum is not None and not re.fullmatch("[0-9a-fA-F]{64}", checksum):
+        raise ValueError(f"Expected `checksum` to be 64 hexadecimal digits (SHA-256), but got {checksum!r}.")
+
+
+def split_text(text: str) -> list[str]:
+    """Cut a text into paragraphs: a tokenizer's cost and its warnings grow with the length of one piece."""
+    return re.split(r"(?<=\n\n)", text)
 
 
 def train_tokenizer(pieces: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -215,11 +265,9 @@ class TextData(LightningDataModule):
                 f"Expected `vocab_size` to be at least 257 (256 bytes and the end of text), but got {vocab_size}. "
                 "Try 1024."
             )
-        if checksum is not None and not re.fullmatch("[0-9a-fA-F]{64}", checksum):
-            raise ValueError(f"Expected `checksum` to be 64 hexadecimal digits (SHA-256), but got {checksum!r}.")
+        check_checksum(checksum)
         self.text, self.checksum = text, checksum
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else caches / "attnmon"
+        self.cache_dir = cache_folder(cache_dir)
         self.tokenizer_source, self.vocab_size = tokenizer, vocab_size
         self.context, self.batch_size, self.val_fraction = context, batch_size, val_fraction
         self.num_workers = num_workers
@@ -227,15 +275,14 @@ class TextData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Fetch the text, on one process per node."""
-        if self._is_address:
-            fetch_text(str(self.text), self.cache_dir, self.checksum)
+        if is_address(self.text):
+            fetch_text(self.text, self.cache_dir, self.checksum)
 
     def setup(self, stage: str) -> None:
         """Read, tokenise and cut the text into blocks."""
         if self.tokenizer is not None:  # `fit` sets up once, `validate` after it finds the same blocks
             return
-        # paragraphs: a tokenizer's cost and its warnings grow with the length of one piece
-        pieces = re.split(r"(?<=\n\n)", self._read())
+        pieces = split_text(load_text(self.text, self.checksum, self.cache_dir)[0])
         if self.tokenizer_source is None:
             self.tokenizer = train_tokenizer(pieces, self.vocab_size)
         else:
@@ -251,20 +298,6 @@ class TextData(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Held-out blocks, always in the same order."""
         return DataLoader(self.val_blocks, self.batch_size, num_workers=self.num_workers)
-
-    @property
-    def _is_address(self) -> bool:
-        return self.text is not None and self.text.startswith(("http://", "https://"))
-
-    def _read(self) -> str:
-        if self.text is None:
-            from pydoc_data.topics import topics
-
-            return "\n\n".join(topics.values())
-        if self._is_address:
-            path = fetch_text(self.text, self.cache_dir, self.checksum)
-            return read_text(path, self.checksum or path.with_name(path.name + ".sha256").read_text().strip())
-        return read_text(Path(self.text).expanduser(), self.checksum)
 
     def _blocks(self, pieces: list[str], tokenizer: PreTrainedTokenizerBase) -> Dataset:
         context = self.context

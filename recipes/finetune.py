@@ -208,14 +208,19 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
         _show_any(message, category, *place, **more)
 
 
-def main() -> None:
-    """Run the command line."""
+def hide_noise() -> None:
+    """Keep from the output what a user of these scripts could not change."""
     # the blocks lie in memory: a worker process would cost more than it saves
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    # Lightning's own call of a name that torch 2.13 renames; nothing that a user of this script could change
+    # Lightning's own call of a name that torch 2.13 renames
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
     # an advertisement for another logger
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+
+
+def main() -> None:
+    """Run the command line."""
+    hide_noise()
     warnings.showwarning = _show_warning
     disable_progress_bars()
     FinetuneCLI(

@@ -133,7 +133,6 @@ class _Engine:
         self.nested = self.causal and options.convention == "visible"
         self.runs = list(self._plan())
         self.about = self._describe()
-        self.duplicates = False
         common: dict[str, Any] = {}
         if folder is not None:
             own = ("vectors", "normalize_vectors", "convention", "rows", "normalizer")
@@ -239,7 +238,7 @@ class _Engine:
                         parts[task.name]["seconds"] += took
                         spent += took
             if "separability" in parts and bool((group.closest[:, -1] == 0).any()):
-                self.duplicates = True
+                parts["separability"]["duplicates"] = np.ones(())
         self.about["seconds_shared"] += time.perf_counter() - started - spent
         for task in tasks:
             self.done[task.name, run, index] = parts[task.name]
@@ -407,10 +406,18 @@ class _Engine:
             yield "Rows are all L keys, those that a row may not see with weight 0 (convention 'full')."
         if self.options.rows != "all":
             yield f"Means are over {self.options.rows} drawn rows between each length and the next smaller one."
-        if self.duplicates:
+        if any("duplicates" in part for part in self.done.values()):
             yield (
                 "Some keys carry identical vectors (a token that occurs twice): delta = 0, and Theorem 2 is measured "
                 "with xi_i = M A_i."
+            )
+        separable = [part for (task, _, _), part in self.done.items() if task == "separability"]
+        endless = sum(float((part["ratio/rows"] - part["lower/rows"]).sum()) for part in separable)
+        if endless > 0:
+            share = endless / sum(float(part["ratio/rows"].sum()) for part in separable)
+            yield (
+                f"Theorem 2's lower bound is -inf where r = 0, in {100 * share:.2g} % of the rows: its means leave "
+                "them out."
             )
         if compiled:
             yield "The model is compiled; it was run uncompiled."

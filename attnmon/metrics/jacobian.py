@@ -172,7 +172,7 @@ def jacobian_norms(
     norms = tuple(_check_norm(norm) for norm in norms)
     scores = _hidden_scores(scores, mask)
     shape, n = scores.shape[:-1], scores.shape[-1]
-    flat = scores.reshape(-1, n)
+    flat = scores.reshape(math.prod(shape), n)
     made: dict[str, list[Tensor]] = {norm: [] for norm in norms}
     if n < 2:
         value = torch.where(flat.isfinite().any(-1), 0.0, torch.nan).to(flat.dtype).expand(len(temperatures), -1)

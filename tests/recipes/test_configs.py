@@ -1,4 +1,4 @@
-"""Every YAML under configs does what its own header says, shortened to two steps."""
+"""Every YAML under configs does what its own header says, shortened to two steps or a few tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
+RECIPES = {
+    "finetune": "finetune",
+    "figures": "reproduce_figures",
+}  # configs/<folder>/<name>.yaml to recipes/<script>.py
+
+
+def of(folder: str) -> list[Path]:
+    return [config for config in CONFIGS if config.parent.name == folder]
 
 
 def header_command(config: Path) -> list[str]:
@@ -22,7 +30,8 @@ def header_command(config: Path) -> list[str]:
 
 
 def test_configs_are_found() -> None:
-    assert len(CONFIGS) >= 4
+    assert len(CONFIGS) >= 6
+    assert sorted(CONFIGS) == sorted(config for folder in RECIPES for config in of(folder))  # each one is run below
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -31,11 +40,26 @@ def test_header_is_the_run_command(config: Path) -> None:
     assert command[0] == "python"
     assert (ROOT / command[1]).is_file()
     assert command[-2:] == ["--config", config.as_posix()]
-    assert Path(command[1]).stem == config.parent.name  # configs/<recipe>/<name>.yaml
+    assert Path(command[1]).stem == RECIPES[config.parent.name]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_run(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
+def run_header(config: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The header's command with more options; it has to succeed, and to warn of nothing."""
+    command = [sys.executable, *header_command(config)[1:], *options]
+    # an address that nothing listens on: a run that asks the hub fails at once rather than hanging
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    # nothing that a reader of the output would have to wonder about
+    odd = [line for line in run.stderr.splitlines() if "Warning" in line and "AttentionSaturationWarning" not in line]
+    assert not odd, run.stderr
+    return run
+
+
+@pytest.mark.parametrize("config", of("finetune"), ids=str)
+def test_finetune(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
     written = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
     options = [
         "--trainer.max_steps=2",
@@ -53,17 +77,7 @@ def test_run(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> 
     if written["model"].get("model"):
         options += [f"--model.model={model_dir}"]
 
-    command = [sys.executable, *header_command(config)[1:], *options]
-    # an address that nothing listens on: a run that asks the hub fails at once rather than hanging
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-    # nothing that a reader of the output would have to wonder about
-    odd = [line for line in run.stderr.splitlines() if "Warning" in line and "AttentionSaturationWarning" not in line]
-    assert not odd, run.stderr
+    run = run_header(config, *options)
     assert "Attention at step 0" in run.stdout
     assert "tensorboard --logdir" in run.stdout
 
@@ -76,3 +90,29 @@ def test_run(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> 
     for family in ("entropy", "separability", "distance", "jacobian", "logits"):
         assert any(tag.startswith(f"attn/{family}/") for tag in tags["scalars"]), (family, tags)
     assert any(tag.startswith("attn/") for tag in tags["images"])
+
+
+@pytest.mark.parametrize("config", of("figures"), ids=str)
+def test_reproduce_figures(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
+    written = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
+    options = [
+        f"--text={text_file}",
+        "--offset=3",
+        "--lengths=[16,32]",
+        "--top_n=[1,5,10]",
+        "--critical_top_n=12",
+        "--separability_top_n=[1,2,16]",
+        "--train_steps=2",
+        f"--out={tmp_path}",
+    ]
+    if written["model"] is not None:
+        options.append(f"--model={model_dir}")
+    run = run_header(config, *options)
+    assert "The paper's claims on" in run.stdout
+    assert str(tmp_path / "verdict.md") in run.stdout
+    for figure in ("1", "2a", "2b", "2c", "3", "4"):
+        for ending in ("png", "svg", "csv"):
+            assert (tmp_path / f"figure_{figure}.{ending}").stat().st_size > 500
+    assert (tmp_path / "verdict.md").is_file()
+    assert (tmp_path / "verdict.json").is_file()
+    assert (tmp_path / "analysis.npz").is_file()

@@ -162,7 +162,7 @@ def test_fetched_with_the_right_checksum(tmp_path: Path, address: str) -> None:
 
 def test_fetched_with_another_checksum(tmp_path: Path, address: str) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"SHA-256 checksum 0{64}, but what http\S* serves.*--data\.checksum null"):
+    with pytest.raises(ValueError, match=r"SHA-256 checksum 0{64}, but what http\S* serves.*`checksum: null`"):
         blocks_of(text=address, cache_dir=str(cache), checksum="0" * 64)
     assert not list(cache.iterdir())  # nothing that a later run would take for the text
 
@@ -175,7 +175,7 @@ def test_kept_text_that_changed_is_noticed(tmp_path: Path, address: str) -> None
 
 
 def test_fetch_fails(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ValueError, match=r"fetching http\S*none\.txt failed: .*404.*--data\.text FILE"):
+    with pytest.raises(ValueError, match=r"fetching http\S*none\.txt failed: .*404.*path of the file as `text`"):
         blocks_of(text=address.replace("book", "none"), cache_dir=str(tmp_path / "cache"))
 
 
