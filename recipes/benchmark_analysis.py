@@ -105,7 +105,7 @@ def benchmark_analysis(
         found, took = run(replace(options, lengths=(size,), critical_top_n=min(100, size - 1), **small))  # type: ignore[arg-type]
         growth.add_row(str(size), *(f"{found.tables[task].seconds:.1f}" for task in TASKS), f"{took:.1f}")
     console.print(growth)
-    by_size = Table("N up to", "seconds", title=f"Algorithm 3 at L = {length}")
+    by_size = Table("Algorithm 3: N up to", "seconds")
     for size in sizes:
         found, _ = run(replace(options, tasks=("critical",), critical_top_n=size))
         by_size.add_row(str(size), f"{found.tables['critical'].seconds:.1f}")

@@ -8,8 +8,6 @@ The arguments of `reproduce_figures` are the schema of the YAML files and of the
 from __future__ import annotations
 
 import json
-import logging
-import math
 import platform
 import sys
 import time
@@ -25,19 +23,15 @@ import _figures
 import _series
 import _verdict
 import torch
+from _models import check_model, check_vocabulary, encode, load_model, train_small_model
 from _text import cache_folder, check_checksum, load_pretrained, load_text, split_text, train_tokenizer
 from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -212,7 +206,7 @@ def reproduce_figures(
         source = named = model
         tokens = encode(load_pretrained(AutoTokenizer, model), content, offset, longest)
     net = load_model(source)
-    _check_vocabulary(net, tokens, named)
+    check_vocabulary(net, tokens, named)
     run = Run(folder, named, text or "pydoc_data.topics, which Python carries", sha256, tokens)
     run.seconds["loading or training the model"] = time.perf_counter() - begun_model
     how: dict[str, Any] = {"device": place, "memory": int(memory_gib * 2**30), "folder": folder / "parts"}
@@ -246,114 +240,10 @@ def reproduce_figures(
 # -- input --------------------------------------------------------------------------------------------------------
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, offset: int, longest: int, trains: bool = False) -> Tensor:
-    """The tokens from `offset` on, as many as the longest length.
-
-    Raises:
-        ValueError: The text is too short.
-    """
-    # a model trained on the text needs a block to learn from and one to hold out
-    needed = max(offset + longest, 2 * longest if trains else 0)
-    stream: list[int] = []
-    pieces = split_text(text)
-    for start in range(0, len(pieces), 256):
-        # no special tokens: a begin-of-text token before every paragraph would be a sink that the text hasn't
-        batch = tokenizer(pieces[start : start + 256], add_special_tokens=False, verbose=False)["input_ids"]
-        stream += [token for tokens in batch for token in tokens]
-        if len(stream) >= needed:
-            return torch.tensor(stream[offset : offset + longest])
-    why = "`offset` and the longest of `lengths`" if offset + longest == needed else "two blocks to train the model on"
-    raise ValueError(
-        f"Expected `text` to have at least {needed} tokens ({why}), but got {len(stream)}. "
-        f"Give a longer text, or `lengths` up to {max(2, (len(stream) - offset) // (2 if trains else 1))}."
-    )
-
-
-def check_model(model: str, longest: int) -> Any:
-    """Read a model's configuration and refuse what cannot be analysed, before its weights are loaded.
-
-    Raises:
-        ValueError: There is no such model, it has two halves, or fewer positions than the longest length.
-    """
-    config = load_pretrained(AutoConfig, model)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"Expected `model` to be a decoder or an encoder, but {model!r} has both halves ({config.model_type}), and "
-            "one text is not input for both. Give a model of one half, such as 'gpt2' or 'bert-base-uncased'."
-        )
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and 0 < positions < longest:
-        raise ValueError(
-            f"Expected `lengths` to be at most the {positions} positions of {model!r}, but got {longest}. "
-            f"Use --lengths with values up to {positions}."
-        )
-    return config
-
-
-def load_model(model: str) -> PreTrainedModel:
-    """Load a model in float32, with the head that its checkpoint has: causal, masked, or none."""
-    names = getattr(load_pretrained(AutoConfig, model), "architectures", None) or ["ForCausalLM"]
-    if any("CausalLM" in name or "LMHead" in name for name in names):
-        kind: Any = AutoModelForCausalLM
-    else:
-        kind = AutoModelForMaskedLM if any("MaskedLM" in name for name in names) else AutoModel
-    net: PreTrainedModel = load_pretrained(kind, model, dtype=torch.float32)
-    return net
-
-
 def on(net: PreTrainedModel, place: torch.device) -> torch.nn.Module:
     """The model on that device."""
     module: torch.nn.Module = net
     return module.to(place)
-
-
-def train_small_model(
-    folder: Path,
-    settings: Mapping[str, Any],
-    text: str | None,
-    checksum: str | None,
-    progress: bool,
-) -> str:
-    """Train a small GPT-2 on the text with finetune.py's model and data, or find the one of an earlier run.
-
-    Returns:
-        The folder of the model and its tokenizer.
-    """
-    record, written = json.dumps(settings, sort_keys=True), folder / "training.json"
-    if written.is_file() and written.read_text(encoding="utf-8") == record:
-        return str(folder)
-    # only here: the command line of Lightning takes seconds to import
-    from _text import TextData
-    from datasets import disable_progress_bars
-    from finetune import CausalLM, hide_noise
-    from lightning.pytorch import Trainer, seed_everything
-
-    hide_noise()
-    disable_progress_bars()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    seed_everything(settings["seed"], verbose=False)
-    sizes = {name: settings[name] for name in ("vocab_size", "context")}
-    data = TextData(text=text, checksum=checksum, batch_size=settings["batch_size"], **sizes)
-    shape = {name: settings[name] for name in ("n_layer", "n_head", "n_embd", "learning_rate")}
-    module = CausalLM(**sizes, **shape)
-    data.setup("fit")
-    Trainer(
-        max_epochs=math.ceil(settings["train_steps"] / len(data.train_dataloader())),
-        accelerator="cpu",  # so small that a GPU gains nothing, and the same numbers everywhere
-        devices=1,
-        max_steps=settings["train_steps"],
-        limit_val_batches=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=progress,
-    ).fit(module, data)
-    module.net.save_pretrained(folder)
-    if data.tokenizer is not None:
-        data.tokenizer.save_pretrained(folder)
-    written.write_text(record, encoding="utf-8")  # last: a run that was stopped trains again
-    return str(folder)
 
 
 def _check_sizes(options: AnalysisOptions) -> None:
@@ -424,18 +314,6 @@ def _folder(out: str | None, model: str | None) -> Path:
             f"Expected `out` to be a folder, but making {str(folder)!r} failed: {error.strerror}. Give another one."
         ) from error
     return folder
-
-
-def _check_vocabulary(net: PreTrainedModel, tokens: Tensor, name: str) -> None:
-    known = getattr(net.get_input_embeddings(), "num_embeddings", None)
-    if known is not None and int(tokens.max()) >= known:
-        raise ValueError(
-            f"Expected the tokenizer of {name!r} to give tokens below its {known} embeddings, but got "
-            f"{int(tokens.max())}. Put the tokenizer that the model was trained with into its directory."
-        )
-
-
-# -- results ------------------------------------------------------------------------------------------------------
 
 
 def critical_sizes(analysis: Analysis, alpha: float) -> list[CriticalSize]:
@@ -585,14 +463,6 @@ def _notes(run: Run, analysis: Analysis) -> list[str]:
                 )
                 break
             seen.add(token)
-    table = analysis.tables.get("separability")
-    if table is not None and {"ratio", "lower"} <= set(table.rows):
-        counted, all_rows = table.rows["lower"].sum(), table.rows["ratio"].sum()
-        if counted < all_rows:
-            notes.append(
-                f"In {1 - counted / all_rows:.2%} of the rows (times N) the radius r is 0 and the lower bound of "
-                "Theorem 2 is -inf; its means are over the other rows."
-            )
     return notes
 
 

@@ -17,6 +17,7 @@ CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.
 RECIPES = {
     "finetune": "finetune",
     "figures": "reproduce_figures",
+    "compare_normalizers": "compare_normalizers",
 }  # configs/<folder>/<name>.yaml to recipes/<script>.py
 
 
@@ -30,7 +31,7 @@ def header_command(config: Path) -> list[str]:
 
 
 def test_configs_are_found() -> None:
-    assert len(CONFIGS) >= 6
+    assert len(CONFIGS) >= 8
     assert sorted(CONFIGS) == sorted(config for folder in RECIPES for config in of(folder))  # each one is run below
 
 
@@ -116,3 +117,15 @@ def test_reproduce_figures(config: Path, tmp_path: Path, model_dir: Path, text_f
     assert (tmp_path / "verdict.md").is_file()
     assert (tmp_path / "verdict.json").is_file()
     assert (tmp_path / "analysis.npz").is_file()
+
+
+@pytest.mark.parametrize("config", of("compare_normalizers"), ids=str)
+def test_compare_normalizers(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
+    written = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
+    options = [f"--text={text_file}", "--offset=3", "--lengths=[16,32]", "--top_n=3", "--rows=4", f"--out={tmp_path}"]
+    options += ["--train_steps=2"] if written["model"] is None else [f"--model={model_dir}"]
+    run = run_header(config, *options)
+    for name in written["normalizers"]:
+        assert f"│ {name} " in run.stdout
+    for ending in ("png", "svg", "csv"):
+        assert (tmp_path / f"normalizers.{ending}").stat().st_size > 500
