@@ -11,6 +11,28 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from attnmon import watch
 
 VOCABULARY = 61
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""Sizes for small models of most families, with grouped queries."""
+
+
+def spread(model):
+    """The model with weights large enough for attention to be far from uniform."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 or parameter.shape == (4,):  # (4,): gpt-oss's sinks
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
 
 
 def tiny_gpt2(layers: int = 2, heads: int = 2, positions: int = 96, dropout: float = 0.0, seed: int = 0, **config):

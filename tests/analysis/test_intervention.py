@@ -13,35 +13,13 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from toys import NanoModel, tiny_gpt2
+from toys import SMALL, NanoModel, spread, tiny_gpt2
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnmon import rows
 from attnmon.analysis.intervention import EffectiveSetSize, _search, effective_set_size, truncated_loss
 from attnmon.capture import _state
-
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-
-
-def spread(model):
-    """The model with weights large enough for attention to be far from uniform."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1 or parameter.shape == (4,):  # (4,): gpt-oss's sinks
-            nn.init.normal_(parameter, std=0.3)
-    return model.eval()
 
 
 def gpt2(attention="sdpa"):

@@ -8,6 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from toys import SMALL, spread  # noqa: E402
 from transformers import (  # noqa: E402
     BartConfig,
     BartForConditionalGeneration,
@@ -29,28 +30,6 @@ from transformers import (  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from attnmon.capture import attach, find_attention  # noqa: E402
-
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-
-
-def spread(model):
-    """The model in inference mode, with weights large enough for attention to be far from uniform."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1 or parameter.shape == (4,):  # (4,): gpt-oss's sinks
-            nn.init.normal_(parameter, std=0.3)
-    return model.eval()
 
 
 def gpt2(attention="sdpa", **options):
