@@ -176,6 +176,22 @@ def test_other_normalizers_change_the_weights_and_the_jacobian():
     assert (sparse.tables["summary"].values["jacobian"] <= 1 / own + 1e-12).all()
 
 
+def test_what_the_separability_leaves_out_is_said():
+    model = sharpened(tiny_gpt2()).double()
+    options = AnalysisOptions(**SMALL, tasks=("separability",))
+    repeated = torch.cat([tokens()[0, :20], tokens()[0, :13]])
+    notes = analyze(model, repeated, options).notes
+    assert any("delta = 0" in note for note in notes)
+    assert not any("-inf" in note for note in notes)
+    distinct = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:33]
+    assert not analyze(model, distinct, options).notes
+    torch.nn.init.zeros_(model.transformer.wpe.weight)  # one token over and over: equal weights and equal vectors
+    same = analyze(model, torch.zeros(33, dtype=torch.int64), options)
+    table = same.tables["separability"]
+    assert (table.rows["lower"] < table.rows["ratio"]).any()
+    assert any("-inf where r = 0" in note for note in same.notes)
+
+
 def test_the_model_is_left_as_it_was_found():
     model = tiny_gpt2(dropout=0.1).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -12,9 +12,10 @@ from attnmon.analysis.engine import _Engine
 
 OPTIONS = {
     "lengths": (8, 24),
-    "tasks": ("distance", "critical", "summary"),
+    "tasks": ("distance", "critical", "separability", "summary"),
     "top_n": (1, 5),
     "critical_top_n": 6,
+    "separability_top_n": (1, 4),
 }
 
 
@@ -67,6 +68,7 @@ def test_goes_on_where_it_stopped(tmp_path, measured, convention, error):
     again = analyze(model, tokens(), options, folder=tmp_path)
     assert not measured
     equal(again, whole)
+    assert again.notes == whole.notes
     assert again.tables["distance"].seconds > 0  # what computing it once took
 
 

@@ -261,6 +261,33 @@ def test_deterministic_algorithms_and_inference_mode() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_sensitivity_along_a_given_direction() -> None:
+    scores = sample(3, 4)[1]
+    direction = torch.zeros(20, dtype=torch.float64).index_fill(0, torch.tensor([2, 7]), 0.5**0.5)
+    got = F.finite_difference_sensitivity(scores, (0.5, 2.0), (1e-3, 1.0), direction=direction)
+    for t, temperature in enumerate((0.5, 2.0)):
+        for e, epsilon in enumerate((1e-3, 1.0)):
+            moved = torch.softmax((scores + epsilon * direction) / temperature, -1) - torch.softmax(
+                scores / temperature, -1
+            )
+            torch.testing.assert_close(got[:, t, e], moved.norm(dim=-1) / epsilon, rtol=1e-9, atol=0)
+    masked = torch.arange(20) < 12
+    shorter = F.finite_difference_sensitivity(scores[:, :12], 0.5, 1.0, direction=direction[:12])
+    found = F.finite_difference_sensitivity(scores, 0.5, 1.0, mask=masked, direction=direction)
+    torch.testing.assert_close(found, shorter, rtol=1e-12, atol=0)
+    with pytest.raises(
+        ValueError, match="Expected `direction` to broadcast to `scores`, \\(4, 20\\), but got \\(7,\\)"
+    ):
+        F.finite_difference_sensitivity(scores, 0.5, 1.0, direction=torch.ones(7))
+    with pytest.raises(TypeError, match="`direction`"):
+        F.finite_difference_sensitivity(scores, 0.5, 1.0, direction=torch.ones(20, dtype=torch.int64))
+
+
+def test_rows_without_keys_have_no_norm() -> None:
+    assert F.softmax_jacobian_norm(torch.zeros(2, 0), 1.0).isnan().all()
+    assert F.softmax_jacobian_norm(torch.zeros(2, 0), (1.0, 2.0)).shape == (2, 2)
+
+
 def test_sensitivity_draws_from_the_generator_only() -> None:
     _, scores, _ = sample(9, 5)
     state = torch.get_rng_state()
