@@ -452,6 +452,11 @@ def _describe(run: Run, analysis: Analysis, total: float) -> None:
 
 def _notes(run: Run, analysis: Analysis) -> list[str]:
     notes = list(analysis.notes) + ([] if run.causal else [ENCODER])
+    if run.causal and analysis.about["options"]["convention"] == "visible":
+        notes.append(
+            "Each N is a mean over the rows that see more than N keys: the larger N, the longer these rows are on "
+            "average, which matters where N is not small against L."
+        )
     if analysis.about["options"]["vectors"] == "embedding":
         seen: set[int] = set()
         for place, token in enumerate(run.tokens.tolist()):
