@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attnmon.masks import distinct
 from attnmon.metrics._checks import _zeroed
+from attnmon.metrics._pairs import _exact_product, _subtract, _sum
 
 __all__: list[str] = []
 
@@ -36,6 +37,8 @@ _BUDGET = {"cpu": 8 * 2**20}
 _BUDGET_DEVICE = 256 * 2**20
 # A squared norm below this share of ||p||^2 (about 1e-2 of all its terms) is computed again from the differences.
 _CANCELLED = 2.5e-2
+# Below this share the difference itself is what the rounding of ||p|| has left.
+_LOST = 2.0**-80
 # Up to this many selected keys are gathered to form s_N; beyond, a matrix product over all keys is cheaper.
 _GATHERED = 64
 
@@ -330,6 +333,19 @@ class _Block:
             out.append(torch.bmm((self.member[k] * self.top_weights[g, r])[:, None].double(), picked).squeeze(1))
         return torch.cat(out)
 
+    def exact_squares(self, index: tuple[Tensor, ...], key: Tensor) -> Tensor:
+        """``|| a_i x_i - s_N ||^2`` of some keys, ``index = (g, r, k)`` and `key` of shape (m,) each: (m,), float64.
+
+        In pairs of float64: where the key and the point coincide but for rounding, float64 has no digit left.
+        """
+        g, r, k = index
+        picked = _exact_product(
+            (self.member[k] * self.top_weights[g, r]).double()[..., None], self.group.double[g[:, None], self.order[g, r]]
+        )
+        own = _exact_product(self.weights[g, r, key].double()[:, None], self.group.double[g, key])
+        difference = _subtract(own, _sum(picked, 1))
+        return difference.high.square().sum(-1)
+
     @cached_property
     def centre(self) -> Tensor:
         """``c = sum_j a_j x_j``, (G, R, d)."""
@@ -430,7 +446,12 @@ def _recompute(
             x = block.group.vectors[where[0], key].double()
             factor = u[where] * a + v[where]
             difference = (factor[:, None] * x).sub_(points[row])
-            kept[row, key] = difference.square_().sum(-1).to(dtype)
+            value = difference.square_().sum(-1)
+            if exact_points == block.exact_points:  # of the others, the coefficients themselves are rounded
+                lost = (value < _LOST * scale[where]).nonzero().squeeze(-1)
+                if 0 < len(lost) <= width:
+                    value[lost] = block.exact_squares(tuple(w[lost] for w in where), key[lost])
+            kept[row, key] = value.to(dtype)
         squared[index] = kept.clamp_(min=0)  # invisible keys, whose roots would spoil the sum, among them
         seen = kept if block.visible is None else torch.where(block.visible[index[:2]], kept, block.far)
         least = least.index_put(index, seen.amin(-1))

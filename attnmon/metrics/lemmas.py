@@ -104,6 +104,9 @@ def normalizer_jacobian_bound(
         derivative = torch.where(shown > 0, derivative, 0.0)
     if weights.shape[-1] == 0:
         return weights.new_full(weights.shape[:-1], torch.nan)
-    norms = torch.linalg.vector_norm(weights, dim=-1) * torch.linalg.vector_norm(derivative, dim=-1)
-    bound = (derivative.abs().amax(-1) + norms) / total
+    # divided first, and by the largest: squares of F' overflow, or vanish, long before F does
+    slopes = derivative.abs() / total[..., None]
+    steepest = slopes.amax(-1)
+    shares = torch.where(steepest[..., None] > 0, slopes / steepest[..., None], 0.0)
+    bound = steepest * (1 + torch.linalg.vector_norm(weights, dim=-1) * torch.linalg.vector_norm(shares, dim=-1))
     return torch.where((count > 0) & bound.isfinite(), bound, torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,15 @@ from torch import Tensor
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
+from attnmon.metrics._pairs import UNIT, _add, _exact_product, _multiply, _Pair, _subtract, _sum
 from attnmon.metrics._selection import _Block, _block_elements, _unit_roundoff
 
 __all__ = ["Separability", "SeparabilityRatio", "separability"]
+
+
+# Vector components that the exact decisions of one block may take together, so that rows of equal keys stay affordable.
+_EXACT_ELEMENTS = 2_000_000
+_EXPONENT = 500  # of the power of two that rows are scaled by
 
 
 class Separability(NamedTuple):
@@ -47,7 +54,7 @@ def _separability_update(block: _Block, want: Iterable[str]) -> dict[str, Tensor
 def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
     """Selected keys nearer to s_N than every unselected key, and unselected ones no farther than the farthest selected.
 
-    Decided on ``e`` where two values differ by more than their rounding; other rows are decided again by `_again`.
+    Decided on ``e`` where two values differ by more than their rounding; other rows are decided by `_counts_again`.
     """
     e, least = block.selected_excess, block.least_excess  # (G, R, K, max N), (G, R, K)
     # Rounding of e: of a dot product over d components and of a sum of N terms, in terms of the lengths involved.
@@ -59,6 +66,9 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
     slack_least = unit * longest * (longest + 2 * block.reach)
     gap = e - least[..., None]
     doubt = slack + slack_least[..., None]
+    # Below the smallest normal number a product of lengths says nothing; where a length is 0, so is all it enters.
+    tiny = torch.finfo(e.dtype).tiny
+    doubt = torch.where((lengths[:, :, None] > 0) | (longest[..., None] > 0), doubt.clamp_min(tiny), doubt)
     member = block.member.bool()
     if not block.group.direct:
         # The arithmetic is float64 and the data float32: what rounding can't tell apart here is equal.
@@ -81,9 +91,8 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
             unsure |= (close > 0) & (slack_top > 0)
     unsure &= block.defined
     if block.group.direct and bool(unsure.any()):
-        decide = _by_products if e.dtype == torch.float32 else _by_differences
         for index in _by_group(unsure):
-            again = decide(block, index, both)
+            again = _counts_again(block, index, both)
             nearer[index] = again[0].to(e.dtype)
             if within is not None:
                 within[index] = again[1].to(e.dtype)
@@ -102,66 +111,113 @@ def _by_group(chosen: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
         yield part[:, 0], part[:, 1], part[:, 2]
 
 
-def _rows_of(block: _Block, index: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights (m, n), vectors (n, d), points (m, d) in float64, and the selected keys (m, n), of one group's rows."""
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of one group in float64, scaled so that the longest ``a_j x_j`` is about 1.
+
+    Attributes:
+        weights: (m, n).
+        vectors: (n, d).
+        chosen: (m, n) bool, the selected keys; `outside` the visible others.
+        reach: (m, 1), ``sum_{I_N} a_j ||x_j||``.
+        sizes: (m, 1), N.
+    """
+
+    weights: Tensor
+    vectors: Tensor
+    lengths: Tensor
+    chosen: Tensor
+    outside: Tensor
+    reach: Tensor
+    sizes: Tensor
+
+
+def _rows_of(block: _Block, index: tuple[Tensor, Tensor, Tensor]) -> _Rows:
     g, r, k = index
     weights = block.weights[g, r].double()
     chosen = torch.zeros_like(weights, dtype=torch.bool)
     chosen.scatter_(-1, block.order[g, r], block.member[k].bool())
+    outside = ~chosen if block.visible is None else ~chosen & block.visible[g, r]
     vectors = block.group.double[g[0]]
-    return weights, vectors, (weights * chosen) @ vectors, chosen
+    norms = torch.linalg.vector_norm(vectors, dim=-1)
+    longest = (weights * norms).amax(-1, keepdim=True)
+    exponent = -torch.frexp(longest).exponent.clamp(-_EXPONENT, _EXPONENT)
+    weights = torch.ldexp(weights, exponent)  # by a power of two: exact
+    lengths = weights * norms
+    reach = (lengths * chosen).sum(-1, keepdim=True)
+    return _Rows(weights, vectors, lengths, chosen, outside, reach, block.sizes[k].double()[:, None])
 
 
-def _by_products(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: bool) -> tuple[Tensor, Tensor]:
-    """Counts for float32 rows: `_counts` in float64, where what rounding can't tell apart is equal."""
-    a, x, s, chosen = _rows_of(block, index)
-    squares = (x * x).sum(-1)
-    lengths = a * squares.sqrt()
-    e = a * (a * squares - 2 * s @ x.mT)
-    unit = _unit_roundoff(torch.float64) * (x.shape[-1] + 16 + block.sizes[index[2]].double())
-    reach = (lengths * chosen).sum(-1)
-    slack = unit[:, None] * lengths * (lengths + 2 * reach[:, None])
-    outside = ~chosen if block.visible is None else ~chosen & block.visible[index[:2]]
-    # the same comparison for all keys: certain when the intervals e +- slack are apart
-    bar = torch.where(outside, e - slack, torch.inf).amin(-1, keepdim=True)
-    nearer = (chosen & (e + slack < bar)).sum(-1)
-    top = torch.where(chosen, e + slack, -torch.inf).amax(-1, keepdim=True)
-    within = (outside & (e - slack <= top)).sum(-1)
-    return nearer, within
+def _counts_again(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: bool) -> tuple[Tensor, Tensor]:
+    """`_counts` of some rows of one group: in float64, and where that leaves keys in doubt, in pairs of float64."""
+    rows = _rows_of(block, index)
+    a, x = rows.weights, rows.vectors
+    e = a * (a * (x * x).sum(-1) - 2 * ((a * rows.chosen) @ x) @ x.mT)
+    unit = _unit_roundoff(torch.float64) * (x.shape[-1] + 16 + rows.sizes)
+    slack = unit * rows.lengths * (rows.lengths + 2 * rows.reach)
+    low, high = e - slack, e + slack
+    least, most = (torch.where(rows.outside, end, torch.inf).amin(-1, keepdim=True) for end in (low, high))
+    nearer = rows.chosen & (high < least)
+    open_ = rows.chosen & ~nearer & (low < most)
+    nearer = nearer | _settle(rows, open_, rows.outside & (low <= most), 1.0)
+    if not both:
+        return nearer.sum(-1), nearer.sum(-1)
+    least, most = (torch.where(rows.chosen, end, -torch.inf).amax(-1, keepdim=True) for end in (low, high))
+    beyond = rows.outside & (low > most)
+    open_ = rows.outside & ~beyond & (high > least)
+    beyond = beyond | _settle(rows, open_, rows.chosen & (high >= least), -1.0)
+    return nearer.sum(-1), (rows.outside & ~beyond).sum(-1)
 
 
-def _by_differences(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: bool) -> tuple[Tensor, Tensor]:
-    """Counts for float64 rows, by the sign of ``(y_i - y_j) . (y_i + y_j - 2 s)`` with ``y_i - y_j`` taken exactly."""
-    a, x, s, chosen = _rows_of(block, index)
-    outside = ~chosen if block.visible is None else ~chosen & block.visible[index[:2]]
-    squares = (x * x).sum(-1)
-    nearer, within = [], []
-    step = max(1, _block_elements(x.device, x.dtype) // x.numel())
-    for at in range(0, a.shape[0], step):
-        rows = slice(at, at + step)
-        e = a[rows] * (a[rows] * squares - 2 * s[rows] @ x.mT)
-        bar = _extreme(a[rows], x, s[rows], torch.where(outside[rows], e, torch.inf), outside[rows])
-        nearer.append((chosen[rows] & (_relative(a[rows], x, s[rows], bar) < 0)).sum(-1))
-        if both:
-            top = _extreme(a[rows], x, s[rows], torch.where(chosen[rows], -e, torch.inf), chosen[rows], -1.0)
-            within.append((outside[rows] & (_relative(a[rows], x, s[rows], top) <= 0)).sum(-1))
-    return torch.cat(nearer), torch.cat(within) if both else torch.cat(nearer)
+def _settle(rows: _Rows, open_: Tensor, rivals: Tensor, sign: float) -> Tensor:
+    """Which of the `open_` keys are certainly nearer than the nearest of the `rivals`; farther for sign -1. (m, n) bool.
+
+    What is equal to some 30 digits is equal. So is, beyond a bound on the work, what float64 can't tell apart: rows in
+    which whole crowds of keys coincide are not worth it.
+    """
+    out = torch.zeros_like(open_)
+    which = open_.any(-1).nonzero().squeeze(-1)
+    if not len(which):
+        return out
+    needed = (open_ | rivals)[which]
+    width = int(needed.sum(-1).amax())
+    per_row = width * rows.vectors.shape[-1]
+    which = which[: max(1, _EXACT_ELEMENTS // per_row)]
+    for part in which.split(max(1, _block_elements(open_.device, torch.float64) // (8 * per_row))):
+        keys = (open_ | rivals)[part].to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :width]
+        here = rivals[part].gather(-1, keys)
+        decided = _decide(rows, part, keys, here, sign) & open_[part].gather(-1, keys)
+        out[part] = torch.zeros_like(open_[part]).scatter(-1, keys, decided)
+    return out
 
 
-def _extreme(a: Tensor, x: Tensor, s: Tensor, rough: Tensor, among: Tensor, sign: float = 1.0) -> Tensor:
-    """Index (m, 1) of the nearest key (farthest for sign -1), from a rough choice that the differences improve."""
-    pivot = rough.argmin(-1, keepdim=True)
-    fine = torch.where(among, sign * _relative(a, x, s, pivot), torch.inf)
-    return fine.argmin(-1, keepdim=True)
+def _decide(rows: _Rows, part: Tensor, keys: Tensor, rivals: Tensor, sign: float) -> Tensor:
+    """Whether each of `keys` (m, c) is nearer to s than the nearest one marked in `rivals`; farther for sign -1."""
+    a, lengths = rows.weights[part], rows.lengths[part].gather(-1, keys)
+    y = _exact_product(a.gather(-1, keys)[..., None], rows.vectors[keys])  # (m, c, d)
+    s = _point(rows, part)
+    reach = rows.reach[part]
+    difference = torch.zeros_like(lengths)
+    pivot = rivals.to(torch.uint8).argmax(-1, keepdim=True)
+    for _ in range(3):  # the nearest relative to any, to the nearest so found, and once more
+        here = _Pair(*(p.gather(1, pivot[..., None].expand(-1, 1, p.shape[-1])) for p in y))
+        apart = _subtract(y, here)
+        middle = _subtract(_add(y, here), _Pair(2 * s.high[:, None], 2 * s.low[:, None]))
+        difference = _sum(_multiply(apart, middle), -1).high  # D^2 less that of the pivot
+        pivot = torch.where(rivals, sign * difference, torch.inf).argmin(-1, keepdim=True)
+    own = lengths + lengths.gather(-1, pivot)
+    wide, far = torch.linalg.vector_norm(apart.high, dim=-1), torch.linalg.vector_norm(middle.high, dim=-1)
+    operations = rows.vectors.shape[-1] + rows.sizes[part] + 16
+    doubt = UNIT * operations * (far * own + wide * (own + 2 * reach) + wide * far)
+    return sign * difference < -doubt
 
 
-def _relative(a: Tensor, x: Tensor, s: Tensor, pivot: Tensor) -> Tensor:
-    """``D_i^2 - D_p^2`` of every key i to the pivot p of its row, (m, n), exactly 0 for identical keys."""
-    ap, xp = a.gather(-1, pivot), x[pivot.squeeze(-1)]  # (m, 1), (m, d)
-    # a_i x_i - a_p x_p, without the rounding of the two products
-    difference = a[..., None] * (x - xp[:, None]) + (a - ap)[..., None] * xp[:, None]
-    middle = a[..., None] * x + (ap * xp - 2 * s)[:, None]
-    return (difference * middle).sum(-1)
+def _point(rows: _Rows, part: Tensor) -> _Pair:
+    """``s_N`` in pairs, (m, d)."""
+    most = int(rows.sizes[part].amax())
+    keys = rows.chosen[part].to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :most]
+    weights = (rows.weights[part] * rows.chosen[part]).gather(-1, keys)
+    return _sum(_exact_product(weights[..., None], rows.vectors[keys]), 1)
 
 
 def separability(

@@ -12,7 +12,6 @@ import torch
 
 from attnmon import functional as F
 from attnmon.metrics import jacobian_norms, selection_statistics
-from attnmon.metrics.separability import _by_differences, _by_products
 
 KINDS = (
     "uniform", "one_hot", "tied", "all_negative", "sink", "random", "near_coincident", "identical_keys", "duplicates",
@@ -103,15 +102,73 @@ def test_near_coincident_keys_are_told_apart_exactly(dtype: torch.dtype) -> None
 def test_undecided_rows_go_through_the_exact_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("attnmon.metrics.separability")  # the package's name of it is the function
     seen: list[str] = []
-    for decide in (_by_products, _by_differences):
-        monkeypatch.setattr(module, decide.__name__, lambda *a, f=decide: seen.append(f.__name__) or f(*a))
+    for name in ("_counts_again", "_decide"):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=function: seen.append(n) or f(*a))
     for dtype in (torch.float32, torch.float64):
         weights = torch.full((6,), 1 / 6, dtype=dtype)
         vectors = torch.ones(6, 4, dtype=dtype)
         result = F.separability(weights, vectors, (2, 3))
         assert result.ratio.tolist() == [0.0, 0.0]
         assert result.precision.tolist() == pytest.approx([2 / 6, 3 / 6])
-    assert set(seen) == {"_by_products", "_by_differences"}
+        assert set(seen) == {"_counts_again", "_decide"}
+        seen.clear()
+
+
+# rows whose answer hangs on what float64 rounds away, or on what float32 has no exponent for
+HARD = {
+    "zero sink, tiny rest": ([0.9, 0.1, 1e-18], [[0.0], [1.0], [1.0]], 1),
+    "tiny sink, tiny rest": ([0.9, 0.1, 1e-18], [[1e-18], [1.0], [3.0]], 1),
+    "one unit in the last place apart": ([0.5, 0.5], [[1.0, 1.0], [1 + 2**-23, 1.0]], 1),
+    "weights nearly equal": ([0.2, 0.2 + 2e-8, 0.2], [[1.0, 1.0]] * 3, 1),
+    "zero sink, underflow": ([1.0, 1e-24], [[0.0], [1.0]], 1),
+    "one huge key": ([0.3, 0.3, 0.2, 0.2], [[0.0], [1.0], [1e18], [-1.0]], 2),
+    "lattice": (
+        [1 / 11] * 11,
+        [[-1, 1, -1, 1], [-1, -1, 1, -1], [-1, 1, -1, 1], [1, -1, -1, 1], [1, -1, -1, 1], [-1, -1, -1, -1]]
+        + [[-1, 1, 1, -1], [1, 1, -1, -1], [-1, 1, 1, -1], [-1, -1, 1, 1], [1, -1, -1, 1]],
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("kind", HARD)
+def test_rows_that_rounding_would_decide(kind: str, dtype: torch.dtype) -> None:
+    weights, vectors, size = (torch.tensor(v, dtype=dtype) if isinstance(v, list) else v for v in HARD[kind])
+    got = F.separability(weights, vectors, size)
+    want = reference.separability(weights.double().numpy(), vectors.double().numpy(), size)
+    assert float(got.ratio) == pytest.approx(want["ratio"], abs=1e-7)
+    assert float(got.precision) == pytest.approx(want["precision"], abs=1e-7)
+    assert float(got.radius) == pytest.approx(want["radius"], rel=1e-6, abs=1e-20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_rows_of_zero_sinks_and_lattices(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(60):
+        n = int(rng.integers(4, 14))
+        lattice = trial % 2 == 1
+        vectors = rng.choice([-1.0, 0.0, 1.0], size=(n, 3)) if lattice else rng.normal(size=(n, 3))
+        if trial % 4 == 0:
+            vectors[0] = 0.0
+        # on a lattice of widely different weights, distances differ by less than 30 digits can tell
+        scores = rng.normal(size=n) * rng.choice([0.0, 1.0] if lattice else [0.0, 3.0, 20.0, 40.0])
+        scores[0] += 0.0 if lattice else rng.choice([0.0, 30.0])
+        weights = torch.softmax(torch.tensor(scores, dtype=dtype), -1)
+        stored_vectors = torch.tensor(vectors, dtype=dtype)
+        sizes = sorted({1, 2, n // 2, n - 1})
+        got = F.separability(weights, stored_vectors, sizes)
+        for column, size in enumerate(sizes):
+            want = reference.separability(weights.double().numpy(), stored_vectors.double().numpy(), size)
+            assert float(got.ratio[column]) == pytest.approx(want["ratio"], abs=1e-7), (trial, size)
+
+
+def test_radius_of_exactly_zero() -> None:
+    vectors = torch.tensor([1.0, 1, 1, -1, -1, 1], dtype=torch.float64)[:, None]
+    weights = torch.full((6,), 1 / 6, dtype=torch.float64)
+    assert F.separability(weights, vectors, 5).radius == 0
+    assert F.separability_bounds(weights, vectors, 5).lower == -math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
