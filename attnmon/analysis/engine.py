@@ -308,11 +308,13 @@ class _Engine:
             weights = _per_head(batch, weights)
 
         def direction() -> Tensor:
+            # as many numbers as a whole block has, so that a shorter context gets the same first rows
+            wide = max(keys, int(positions[0]) + _ROWS)
             drawn = []
             for head in range(heads.start, heads.stop):
                 key = (self.options.seed, "direction", index, head, int(positions[0]))
                 generator = torch.Generator().manual_seed(random.Random(str(key)).getrandbits(63))
-                drawn.append(torch.randn(len(positions), keys, generator=generator))
+                drawn.append(torch.randn(_ROWS, wide, generator=generator)[: len(positions), :keys])
             return torch.stack(drawn).to(logits)
 
         return Rows(

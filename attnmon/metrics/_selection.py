@@ -37,6 +37,8 @@ _BUDGET = {"cpu": 8 * 2**20}
 _BUDGET_DEVICE = 256 * 2**20
 # A squared norm below this share of ||p||^2 (about 1e-2 of all its terms) is computed again from the differences.
 _CANCELLED = 2.5e-2
+# Squared distances below this share of the two squared norms are taken from the difference of the vectors.
+_COINCIDENT = 1e-6
 # Below this share the difference itself is what the rounding of ||p|| has left.
 _LOST = 2.0**-80
 # Up to this many selected keys are gathered to form s_N; beyond, a matrix product over all keys is cheaper.
@@ -91,6 +93,12 @@ class _Group:
             return self
         return _Group(self.vectors[:, :n], self.direct, self.dense, self._whole or self)
 
+    def select(self, groups: slice) -> _Group:
+        """Some of the groups."""
+        if len(self.vectors) == 1 and groups.start == 0:
+            return self
+        return _Group(self.vectors[groups], self.direct, self.dense)
+
     @cached_property
     def norms(self) -> Tensor:
         """``||x_j||``, (G, n)."""
@@ -133,11 +141,13 @@ class _Group:
             groups = torch.arange(len(index), device=index.device)[:, None]
             return self.pairwise[groups, index]
         chosen = self._rows(index).double()
-        squared = (
-            chosen.square().sum(-1, keepdim=True)
-            + self.squares[:, None].double()
-            - 2 * torch.bmm(chosen, self.double.mT)
-        )
+        own = chosen.square().sum(-1, keepdim=True) + self.double.square().sum(-1)[:, None]
+        squared = torch.baddbmm(own, chosen, self.double.mT, alpha=-2)
+        if self.direct:
+            close = (squared < _COINCIDENT * own).nonzero()
+            for part in close.split(max(1, _block_elements(index.device, torch.float64) // chosen.shape[-1])):
+                g, row, key = part.unbind(-1)
+                squared[g, row, key] = (chosen[g, row] - self.double[g, key]).square().sum(-1)
         return squared.clamp_min_(0).sqrt_().to(self.vectors.dtype)
 
     def products_from(self, group: int, index: Tensor, out: Tensor) -> Tensor:
@@ -340,7 +350,8 @@ class _Block:
         """
         g, r, k = index
         picked = _exact_product(
-            (self.member[k] * self.top_weights[g, r]).double()[..., None], self.group.double[g[:, None], self.order[g, r]]
+            (self.member[k] * self.top_weights[g, r]).double()[..., None],
+            self.group.double[g[:, None], self.order[g, r]],
         )
         own = _exact_product(self.weights[g, r, key].double()[:, None], self.group.double[g, key])
         difference = _subtract(own, _sum(picked, 1))

@@ -34,11 +34,21 @@ def _sensitivity_rows(
             value = torch.linalg.vector_norm(change, dim=-1) / (1 + shift.squeeze(-1))
             beyond = farthest * (epsilon / temperature) >= limit
             if scores.device.type != "cpu" or bool(beyond.any()):
-                # There it moves weights by so much that the plain difference is exact enough.
-                coarse = torch.softmax(gaps / temperature + relative * (epsilon / temperature), -1) - weights
-                value = torch.where(beyond, torch.linalg.vector_norm(coarse, dim=-1), value)
+                value = torch.where(beyond, _plain_change(gaps, relative, temperature, epsilon), value)
             columns.append(value / epsilon)
     return torch.stack(columns, -1).reshape(*scores.shape[:-1], len(temperatures), len(epsilons))
+
+
+def _plain_change(gaps: Tensor, relative: Tensor, temperature: float, epsilon: float) -> Tensor:
+    """Length of the change of the weights, as the difference of two softmaxes: for nudges whose exponential overflows.
+
+    In float64 where the device has it: a key may be pushed as far as that and still weigh little.
+    """
+    wide = gaps.dtype if gaps.device.type == "mps" else torch.float64
+    plain = gaps.to(wide) / temperature
+    nudged = torch.softmax(plain + relative.to(wide) * (epsilon / temperature), -1)
+    change: Tensor = torch.linalg.vector_norm(nudged - torch.softmax(plain, -1), dim=-1)
+    return change.to(gaps.dtype)
 
 
 def _check_direction(direction: Tensor, scores: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def _counts_again(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: boo
 
 
 def _settle(rows: _Rows, open_: Tensor, rivals: Tensor, sign: float) -> Tensor:
-    """Which of the `open_` keys are certainly nearer than the nearest of the `rivals`; farther for sign -1. (m, n) bool.
+    """Which `open_` keys are certainly nearer than the nearest of the `rivals`; farther for sign -1. (m, n) bool.
 
     What is equal to some 30 digits is equal. So is, beyond a bound on the work, what float64 can't tell apart: rows in
     which whole crowds of keys coincide are not worth it.
@@ -209,7 +209,8 @@ def _decide(rows: _Rows, part: Tensor, keys: Tensor, rivals: Tensor, sign: float
     wide, far = torch.linalg.vector_norm(apart.high, dim=-1), torch.linalg.vector_norm(middle.high, dim=-1)
     operations = rows.vectors.shape[-1] + rows.sizes[part] + 16
     doubt = UNIT * operations * (far * own + wide * (own + 2 * reach) + wide * far)
-    return sign * difference < -doubt
+    decided: Tensor = sign * difference < -doubt
+    return decided
 
 
 def _point(rows: _Rows, part: Tensor) -> _Pair:

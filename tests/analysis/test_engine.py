@@ -78,6 +78,19 @@ def test_sensitivity_stays_below_its_bounds_and_depends_on_the_seed_alone():
     assert (g > 0).any()
 
 
+def test_a_length_alone_is_the_same_length_among_others():
+    model = sharpened(tiny_gpt2(positions=160)).double()
+    options = AnalysisOptions(**SMALL | {"lengths": (33, 100, 160)})
+    together = analyze(model, tokens(160), options)
+    for column, length in enumerate((33, 100)):
+        alone = analyze(model, tokens(160), dataclasses.replace(options, lengths=(length,)))
+        for task, table in alone.tables.items():
+            for quantity, values in table.values.items():
+                np.testing.assert_allclose(
+                    values[:, 0], together.tables[task].values[quantity][:, column], rtol=1e-9, err_msg=quantity
+                )
+
+
 def test_float32_is_near_float64():
     model = sharpened(tiny_gpt2(positions=160))
     sizes = {"top_n": (1, 5, 30), "critical_top_n": 40, "separability_top_n": (1, 4, 16)}

@@ -12,6 +12,8 @@ import torch
 
 from attnmon import functional as F
 from attnmon.metrics import jacobian_norms, selection_statistics
+from attnmon.metrics._selection import _Group
+from attnmon.metrics._walk import consecutive_distances
 
 KINDS = (
     "uniform", "one_hot", "tied", "all_negative", "sink", "random", "near_coincident", "identical_keys", "duplicates",
@@ -125,8 +127,7 @@ HARD = {
     "one huge key": ([0.3, 0.3, 0.2, 0.2], [[0.0], [1.0], [1e18], [-1.0]], 2),
     "lattice": (
         [1 / 11] * 11,
-        [[-1, 1, -1, 1], [-1, -1, 1, -1], [-1, 1, -1, 1], [1, -1, -1, 1], [1, -1, -1, 1], [-1, -1, -1, -1]]
-        + [[-1, 1, 1, -1], [1, 1, -1, -1], [-1, 1, 1, -1], [-1, -1, 1, 1], [1, -1, -1, 1]],
+        [[2 * int(sign) - 1 for sign in f"{row:04b}"] for row in (5, 2, 5, 9, 9, 0, 6, 12, 6, 3, 9)],
         10,
     ),
 }
@@ -308,3 +309,43 @@ def test_selection_in_float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Non
                 want = reference.distances(a, x, size) | reference.separability(a, x, size)
                 for name, value in want.items():
                     assert close(got[name][column], value, torch.float32), (name, size)
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["all pairs kept", "row by row"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_every_n_in_one_walk(dtype: torch.dtype, dense: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups, rows, n, d = 3, 12, 30, 5
+    weights = (2 * torch.randn(groups, rows, n, generator=generator)).softmax(-1)
+    vectors = torch.randn(groups, n, d, generator=generator)
+    vectors[1] = vectors[1, :1]  # a token that is repeated,
+    weights[1] = (1e-4 * torch.randn(rows, n, generator=generator)).softmax(-1)  # and hardly told apart
+    vectors[2] = vectors[2, :1] + 1e-4 * vectors[2]
+    weights[2, ::2] = weights[1, ::2]
+    weights, vectors = weights.to(dtype), vectors.to(dtype)
+    causal = torch.arange(n) <= torch.arange(rows)[:, None] + 15
+    for visible in (None, causal):
+        mask = None if visible is None else visible.expand(groups, rows, n)
+        found = consecutive_distances(weights, _Group(vectors, True, dense), mask, n)
+        expected = F.top_n_distance(weights.double(), vectors.double()[:, None], range(1, n), mask=visible)
+        for name, values in found.items():
+            assert values[..., -1].isnan().all()  # no row sees more than n keys
+            tolerance = {"rtol": 1e-9 if dtype == torch.float64 else 1e-4, "atol": 1e-12}
+            torch.testing.assert_close(values[..., :-1].double(), getattr(expected, name), equal_nan=True, **tolerance)
+
+
+def test_distances_made_row_by_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, 40, 6, generator=generator, dtype=torch.float64)
+    vectors[0, 20:] = vectors[0, :20] + 1e-9 * vectors[0, 20:]
+    kept, made = _Group(vectors, True, True), _Group(vectors, True, False)
+    index = torch.arange(40)[None]
+    torch.testing.assert_close(made.distances_from(index), kept.distances_from(index), rtol=1e-7, atol=1e-15)
+    torch.testing.assert_close(made.closest, kept.closest, rtol=1e-7, atol=0)
+    torch.testing.assert_close(made.prefix(25).closest, kept.prefix(25).closest, rtol=1e-7, atol=0)
+
+
+def test_a_nudge_beyond_the_exponential() -> None:
+    scores = torch.tensor([0.0, -75 * 2**-10])
+    got = F.finite_difference_sensitivity(scores, 2**-10, 0.0625, direction=torch.tensor([0.0, 1.0]))
+    assert float(got) == pytest.approx(3.77910e-4, rel=1e-5)

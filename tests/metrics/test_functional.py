@@ -283,6 +283,14 @@ def test_sensitivity_along_a_given_direction() -> None:
         F.finite_difference_sensitivity(scores, 0.5, 1.0, direction=torch.ones(20, dtype=torch.int64))
 
 
+def test_lemma_2_where_squares_overflow_or_vanish() -> None:
+    for shift in (-60.0, 0.0, 45.0):
+        exps = torch.exp(torch.tensor([shift, shift - 1]))
+        bound = F.normalizer_jacobian_bound(exps / exps.sum(), exps, exps.sum())
+        assert float(bound) == pytest.approx(1.337835, rel=1e-5)
+    assert F.normalizer_jacobian_bound(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor(1.0)) == 0
+
+
 def test_rows_without_keys_have_no_norm() -> None:
     assert F.softmax_jacobian_norm(torch.zeros(2, 0), 1.0).isnan().all()
     assert F.softmax_jacobian_norm(torch.zeros(2, 0), (1.0, 2.0)).shape == (2, 2)
