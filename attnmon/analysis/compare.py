@@ -19,6 +19,8 @@ __all__ = ["Change", "Comparison", "compare", "compare_models"]
 
 # What must agree for two means to be comparable; what is measured of the rest may differ.
 _SAME = ("vectors", "normalize_vectors", "convention", "normalizer")
+# What makes two means differ although nothing else does.
+_DRAWS = ("rows", "seed")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ class Comparison:
             ValueError: There is no such quantity or length in both.
         """
         common = sorted(set(self.first.lengths) & set(self.second.lengths))
-        if length is None and common:
+        if not common:
+            raise ValueError(
+                f"Expected two analyses with a length in common, but got {self.first.lengths} and "
+                f"{self.second.lengths}. Run one of them again."
+            )
+        if length is None:
             length = common[-1]
         if length not in common:
             raise ValueError(f"Expected `length` to be one of {common}, which both have, but got {length}.")
@@ -148,6 +155,12 @@ def compare(first: Analysis, second: Analysis) -> Comparison:
     notes = []
     if first.about.get("tokens_sha256") != second.about.get("tokens_sha256"):
         notes.append("The two were run on different tokens: differences may be those of the text.")
+    notes += [
+        f"The two have different `{name}`, {options[0].get(name)} and {options[1].get(name)}: differences may be "
+        "those of the draw."
+        for name in _DRAWS
+        if options[0].get(name) != options[1].get(name)
+    ]
     return Comparison(first, second, tuple(notes))
 
 

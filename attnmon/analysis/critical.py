@@ -50,8 +50,8 @@ def critical_top_n(analysis: Analysis, alpha: float = 0.01) -> CriticalSize:
         >>> critical_top_n(Analysis(("attn",), heads, (1.0,), (64,), {"critical": table})).size
         (2,)
     """
-    if not 0 < alpha < 1:
-        raise ValueError(f"Expected `alpha` to lie between 0 and 1, but got {alpha}. The paper has 0.01 and 0.05.")
+    if not isinstance(alpha, int | float) or not 0 < alpha < 1:
+        raise ValueError(f"Expected `alpha` to lie between 0 and 1, but got {alpha!r}. The paper has 0.01 and 0.05.")
     if "critical" not in analysis.tables:
         raise ValueError(
             f"Expected `analysis` to have the task 'critical', but it has {sorted(analysis.tables)}. "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.agreement import contradicts, full_precision
-from attnmon.analysis.look import LOOK, Look, check_lengths, check_tokens, look_at, moved, run_model
+from attnmon.analysis.look import LOOK, Look, check_lengths, check_tokens, look_at, moved, run_model, sinks_first
 from attnmon.analysis.options import AnalysisOptions
 from attnmon.analysis.parts import Part, Parts, digest_model, digest_tokens
 from attnmon.analysis.result import Analysis, Table
@@ -35,6 +35,8 @@ __all__ = ["analyze"]
 _ROWS = 64
 # Scores that are handled together: on a CPU they stay in the cache.
 _ELEMENTS = {"cpu": 600_000}
+# Relative difference of queries from one length to another that rounding explains, in half precision too.
+_SAME_ROWS = 0.03
 # Elsewhere the share of the memory budget that one array of them may take: there are about this many.
 _ARRAYS = 32
 
@@ -63,7 +65,8 @@ def analyze(
 
     The model runs in eval mode under ``no_grad`` and is left as it was found. Where its attention is causal and rows
     are the keys they see, one pass over the longest context serves all lengths: the rows of a prefix are the first rows
-    of the whole. Otherwise (a bidirectional model, convention ``"full"``) each length is run by itself.
+    of the whole. Otherwise (a bidirectional model, positions that scale with the length, convention ``"full"``) each
+    length is run by itself. A learned attention sink counts as one more key of each row, with a zero vector.
 
     Source: Algorithms 1 to 5 of arXiv 2508.17821.
 
@@ -97,11 +100,15 @@ def analyze(
         >>> analyze(model, torch.arange(64) % 50, options).tables["distance"].at("distance", top_n=5).shape
         (2, 2)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}. Load it first.")
     options = AnalysisOptions() if options is None else options
-    tokens = check_tokens(tokens)
+    if not isinstance(options, AnalysisOptions):
+        raise TypeError(f"Expected `options` to be an AnalysisOptions, but got {type(options).__name__}.")
+    tokens = check_tokens(model, tokens)
     lengths = check_lengths(model, tokens, options)
-    if memory < 2**24:
-        raise ValueError(f"Expected `memory` to be at least {2**24} bytes (16 MiB), but got {memory}.")
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 2**26:
+        raise ValueError(f"Expected `memory` to be an integer of at least {2**26} bytes (64 MiB), but got {memory!r}.")
     compiled = compiled_modules(model)
     with moved(model, device) as place, undisturbed(model), full_precision(place):
         tokens = tokens.to(place)
@@ -109,6 +116,10 @@ def analyze(
         engine = _Engine(model, tokens, lengths, options, look, memory, folder, place)
         engine.run(progress)
     return engine.result(compiled)
+
+
+class _DependsOnLengthError(Exception):
+    """The first rows of a long context are not those of a short one."""
 
 
 class _Engine:
@@ -124,13 +135,15 @@ class _Engine:
         device: torch.device,
     ) -> None:
         self.model, self.tokens, self.lengths, self.options = model, tokens, lengths, options
+        self.look = look
         self.layers, self.skipped, self.causal = look.layers, dict(look.skipped), look.causal
         self.memory, self.device = memory, device
         self.normalizer: Normalizer | None = None
         if options.normalizer != "softmax":
             self.normalizer = normalizer_from_name(options.normalizer)
         self.tasks = make_tasks(options, self.normalizer)
-        self.nested = self.causal and options.convention == "visible"
+        self.trimmed = self.causal and options.convention == "visible"
+        self.nested = self.trimmed  # the rows of a prefix are the first rows of the whole
         self.runs = list(self._plan())
         self.about = self._describe()
         common: dict[str, Any] = {}
@@ -138,7 +151,8 @@ class _Engine:
             own = ("vectors", "normalize_vectors", "convention", "rows", "normalizer")
             common = {name: getattr(options, name) for name in own}
             common |= {"seed": options.seed if options.rows != "all" else None, "model": digest_model(model)}
-            common |= {"tokens": self.about["tokens_sha256"], "lengths": lengths, "format": 1}
+            common |= {"tokens": self.about["tokens_sha256"], "lengths": lengths, "format": 2}
+            common["layers"] = [(layer.name, layer.num_heads, layer.temperature) for layer in look.layers]
         self.parts = Parts(folder, common)
         self.done: dict[tuple[str, _Run, int], Part] = {}
 
@@ -151,6 +165,15 @@ class _Engine:
                     yield _Run(sequence, length, (length,), (column,))
 
     def run(self, progress: bool) -> None:
+        try:
+            self._run_all(progress)
+        except _DependsOnLengthError:
+            self.nested = False
+            self.runs = list(self._plan())
+            self.done.clear()
+            self._run_all(progress)
+
+    def _run_all(self, progress: bool) -> None:
         from tqdm import tqdm
 
         for run in self.runs:
@@ -191,10 +214,11 @@ class _Engine:
             def on_call(call: AttentionCall) -> None:
                 nonlocal seen
                 index, seen = seen, seen + 1
+                call, sinks = sinks_first(call)
                 self._check_call(call, index)
                 if index in wanted and call.layer not in self.skipped:
                     with torch.no_grad():
-                        self._measure(call, run, index, vectors)
+                        self._measure(call, sinks, run, index, vectors)
                     advance()
 
             with attach(self.model, on_call, self._skip, context=vectors.context()):
@@ -213,8 +237,13 @@ class _Engine:
                 f"Expected attention call {index} to be {known}, as on a short text, but got `{call.layer}` with "
                 f"{call.num_heads} heads. Only models whose layers do not depend on the input can be analysed."
             )
+        if self.nested:
+            before = self.look.queries[index]
+            now = call.query[0, :, : before.shape[1]]
+            if bool((now - before).abs().amax() > _SAME_ROWS * before.abs().amax()):
+                raise _DependsOnLengthError
 
-    def _measure(self, call: AttentionCall, run: _Run, index: int, vectors: Vectors) -> None:
+    def _measure(self, call: AttentionCall, sinks: int, run: _Run, index: int, vectors: Vectors) -> None:
         tasks = self._missing(run, index)
         parts = {task.name: self._empty(task, run, index) for task in tasks}
         started, spent = time.perf_counter(), 0.0
@@ -223,10 +252,10 @@ class _Engine:
         for first, last in units:
             group = vectors.group(call, first)
             for positions, counts in self._positions(run):
-                keys = self._keys(call, positions)
+                keys = self._keys(call, positions, sinks)
                 for a, b in self._head_chunks(first, last, group_size, len(positions) * keys):
                     heads = slice(a * group_size, b * group_size)
-                    rows = self._rows(call, index, positions, keys, slice(a, b), heads, group)
+                    rows = self._rows(call, sinks, index, positions, keys, slice(a, b), heads, group)
                     if rows is None:
                         return
                     for task in tasks:
@@ -266,9 +295,9 @@ class _Engine:
         for start in range(0, len(positions), _ROWS):
             yield positions[start : start + _ROWS], counts[start : start + _ROWS]
 
-    def _keys(self, call: AttentionCall, positions: Tensor) -> int:
+    def _keys(self, call: AttentionCall, positions: Tensor, sinks: int) -> int:
         """How many keys these rows need: those behind are seen by none of them."""
-        return int(positions[-1]) + 1 if self.nested else call.key.shape[2]
+        return int(positions[-1]) + 1 + sinks if self.trimmed else call.key.shape[2]
 
     def _head_chunks(self, first: int, last: int, group_size: int, per_head: int) -> Iterator[tuple[int, int]]:
         most = _ELEMENTS.get(self.device.type, self.memory // 2 // _ARRAYS // 8)
@@ -279,6 +308,7 @@ class _Engine:
     def _rows(
         self,
         call: AttentionCall,
+        sinks: int,
         index: int,
         positions: Tensor,
         keys: int,
@@ -309,7 +339,7 @@ class _Engine:
 
         def direction() -> Tensor:
             # as many numbers as a whole block has, so that a shorter context gets the same first rows
-            wide = max(keys, int(positions[0]) + _ROWS)
+            wide = max(keys, int(positions[0]) + _ROWS + sinks)
             drawn = []
             for head in range(heads.start, heads.stop):
                 key = (self.options.seed, "direction", index, head, int(positions[0]))
@@ -406,6 +436,16 @@ class _Engine:
             )
         if self.options.convention == "full":
             yield "Rows are all L keys, those that a row may not see with weight 0 (convention 'full')."
+        if self.trimmed and not self.nested:
+            yield (
+                "What the model computes for the first tokens depends on how many follow (as with scaled rotary "
+                "positions), so each length was run by itself."
+            )
+        if self.look.sinks:
+            yield (
+                "The model has learned attention sinks. Each counts as one more key of every row, with a zero vector: "
+                "n is one larger per sink, and a sink can be among the N selected."
+            )
         if self.options.rows != "all":
             yield f"Means are over {self.options.rows} drawn rows between each length and the next smaller one."
         if any("duplicates" in part for part in self.done.values()):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from attnmon.analysis.options import AnalysisOptions
 from attnmon.capture import attach, describe_search
-from attnmon.probe import call_model
 from attnmon.rows import rows_at
 from attnmon.types import AttentionCall
 
-__all__ = ["LOOK", "Layer", "Look", "check_lengths", "check_tokens", "look_at", "moved", "run_model"]
+__all__ = ["LOOK", "Layer", "Look", "check_lengths", "check_tokens", "look_at", "moved", "run_model", "sinks_first"]
 
 LOOK = 32
 """Tokens of the first look."""
@@ -38,6 +37,8 @@ class Look:
     layers: list[Layer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     causal: bool = True
+    sinks: bool = False
+    queries: list[Tensor] = field(default_factory=list)
 
 
 def look_at(model: nn.Module, tokens: Tensor) -> Look:
@@ -48,10 +49,13 @@ def look_at(model: nn.Module, tokens: Tensor) -> Look:
         if not 0 < abs(call.scale) < float("inf"):
             raise ValueError(f"Expected `{call.layer}` to have a temperature, but its scale is {call.scale}.")
         with torch.no_grad():
+            call, sinks = sinks_first(call)
             positions = torch.arange(call.query.shape[2], device=call.query.device)
             batch = rows_at(call, positions, call.key.shape[2])
-            later = torch.arange(batch.mask.shape[-1], device=positions.device) > positions[:, None]
+            later = torch.arange(batch.mask.shape[-1], device=positions.device) > positions[:, None] + sinks
             look.causal &= not bool((batch.per_head(batch.mask) & later).any())
+            look.sinks |= sinks > 0
+            look.queries.append(call.query[0, :, :LOOK].clone())
         look.layers.append(Layer(call.layer, call.num_heads, call.temperature))
 
     with attach(model, on_call, look.skipped.__setitem__):
@@ -65,13 +69,36 @@ def look_at(model: nn.Module, tokens: Tensor) -> Look:
     return look
 
 
+def sinks_first(call: AttentionCall) -> tuple[AttentionCall, int]:
+    """The call with its attention sinks, which capture appends as zero keys, at the front, and how many they are."""
+    q_len, kv_len = call.query.shape[2], call.key.shape[2]
+    sinks = kv_len - q_len
+    if sinks <= 0 or bool(call.key[:, :, q_len:].any()) or bool(call.value[:, :, q_len:].any()):
+        return call, 0
+    mask = call.attn_mask
+
+    def rolled(tensor: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.roll(sinks, dims=dim)
+
+    moved_call = replace(
+        call,
+        key=call.key.roll(sinks, dims=2),
+        value=call.value.roll(sinks, dims=2),
+        attn_mask=rolled(mask, -1),
+        causal_offset=None if call.causal_offset is None else call.causal_offset + sinks,
+        hidden=rolled(call.hidden, 1),
+        embedding=rolled(call.embedding, 1),
+    )
+    return moved_call, sinks
+
+
 def run_model(model: nn.Module, tokens: Tensor) -> None:
     """Run the model on tokens as it takes them, without a key-value cache."""
-    if "input_ids" not in inspect.signature(model.forward).parameters:
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names:
+        model(input_ids=tokens, **({"use_cache": False} if "use_cache" in names else {}))
+    else:
         model(tokens)
-        return
-    cache = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
-    call_model(model, {"input_ids": tokens, **cache})
 
 
 @contextmanager
@@ -79,7 +106,15 @@ def moved(model: nn.Module, device: str | torch.device | None) -> Iterator[torch
     """The model on a device while it lasts; gives the device."""
     first = next((tensor for tensor in (*model.parameters(), *model.buffers())), None)
     home = torch.device("cpu") if first is None else first.device
-    target = home if device is None else torch.device(device)
+    try:
+        target = home if device is None else torch.device(device)
+        if target.type == "meta":
+            raise RuntimeError("a meta device holds no numbers")
+        torch.zeros(1, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"Expected `device` to be one that torch can use here, such as 'cpu', but got {device!r}: {error}"
+        ) from error
     if target == home:
         yield home
         return
@@ -90,13 +125,23 @@ def moved(model: nn.Module, device: str | torch.device | None) -> Iterator[torch
         model.to(home)
 
 
-def check_tokens(tokens: Tensor) -> Tensor:
+def check_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
     """Tokens as ``(batch, length)`` int64."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"Expected `tokens` to be an integer tensor, but got {kind}. Tokenise the text first.")
     if tokens.dim() not in (1, 2) or 0 in tokens.shape:
         raise ValueError(f"Expected `tokens` to be (length,) or (batch, length), but got shape {tuple(tokens.shape)}.")
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        known = getattr(find() if callable(find) else None, "num_embeddings", None)
+    except NotImplementedError:
+        known = None
+    if isinstance(known, int) and not 0 <= int(tokens.min()) <= int(tokens.max()) < known:
+        raise ValueError(
+            f"Expected `tokens` to lie between 0 and {known - 1}, the model's vocabulary, but got "
+            f"{int(tokens.min())} to {int(tokens.max())}. Use the model's own tokenizer."
+        )
     return tokens.long() if tokens.dim() == 2 else tokens.long()[None]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from attnmon.normalizers import normalizer_from_name
 
 __all__ = ["CONVENTIONS", "TASKS", "VECTORS", "AnalysisOptions"]
 
@@ -47,7 +50,7 @@ class AnalysisOptions:
         rows: ``"all"``, or how many rows are drawn, stratified over position, from between each length and the next
             smaller one.
         normalizer: Name of what makes weights from the scaled scores, see `attnmon.normalizers.normalizer_from_name`;
-            ``"softmax"`` is the model's own. Tasks ``"sensitivity"`` needs it; the others take any.
+            ``"softmax"`` is the model's own. The task ``"sensitivity"`` needs it; the others take any.
         seed: Of the random directions and of drawn rows.
 
     Raises:
@@ -76,23 +79,30 @@ class AnalysisOptions:
     def __post_init__(self) -> None:
         _check_choice("vectors", self.vectors, VECTORS)
         _check_choice("convention", self.convention, CONVENTIONS)
-        for task in self.tasks:
+        tasks = (self.tasks,) if isinstance(self.tasks, str) else _sequence("tasks", self.tasks)
+        object.__setattr__(self, "tasks", tasks)
+        for task in tasks:
             _check_choice("tasks", task, TASKS)
+        if self.normalize_vectors not in (None, True, False):
+            raise TypeError(
+                f"Expected `normalize_vectors` to be True, False or None, but got {self.normalize_vectors!r}."
+            )
         if not self.tasks:
             raise ValueError(f"Expected `tasks` to name at least one of {', '.join(TASKS)}, but got none.")
         for name in ("top_n", "separability_top_n"):
             object.__setattr__(self, name, _whole(name, getattr(self, name), 1))
         if self.lengths is not None:
             object.__setattr__(self, "lengths", _whole("lengths", self.lengths, 2))
-        _whole("critical_top_n", (self.critical_top_n,), 1)
-        _whole("seed", (self.seed,), 0)
+        for name, least in (("critical_top_n", 1), ("seed", 0)):
+            object.__setattr__(self, name, _whole(name, (getattr(self, name),), least)[0])
         for name in ("temperatures", "epsilons"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
         object.__setattr__(self, "tasks", tuple(task for task in TASKS if task in self.tasks))
         if self.rows != "all":
             if isinstance(self.rows, str):
                 raise ValueError(f"Expected `rows` to be 'all' or a number of rows, but got {self.rows!r}.")
-            _whole("rows", (self.rows,), 1)
+            object.__setattr__(self, "rows", _whole("rows", (self.rows,), 1)[0])
+        normalizer_from_name(self.normalizer)  # an unknown name is an error
         if self.normalizer != "softmax" and "sensitivity" in self.tasks:
             raise ValueError(
                 f"Expected `tasks` without 'sensitivity' for normalizer={self.normalizer!r}: Algorithm 5 is about "
@@ -105,15 +115,27 @@ def _check_choice(name: str, value: Any, valid: Sequence[str]) -> None:
         raise ValueError(f"Expected `{name}` to be one of {', '.join(map(repr, valid))}, but got {value!r}.")
 
 
-def _whole(name: str, values: Iterable[Any], least: int) -> tuple[int, ...]:
+def _sequence(name: str, values: Any) -> tuple[Any, ...]:
     try:
-        given = tuple(values)
+        if isinstance(values, (str, bytes)):
+            raise TypeError
+        return tuple(values)
     except TypeError:
-        raise TypeError(f"Expected `{name}` to be a sequence of integers, but got {values!r}.") from None
-    for value in given:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Expected `{name}` to be integer, but got {value!r} of type {type(value).__name__}.")
-        if value < least:
+        raise TypeError(f"Expected `{name}` to be a sequence, but got {values!r}. Use ({values!r},).") from None
+
+
+def _whole(name: str, values: Iterable[Any], least: int) -> tuple[int, ...]:
+    given = []
+    for value in _sequence(name, values):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            given.append(operator.index(value))
+        except TypeError:
+            raise TypeError(
+                f"Expected `{name}` to be integer, but got {value!r} of type {type(value).__name__}."
+            ) from None
+        if given[-1] < least:
             raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
     if not given:
         raise ValueError(f"Expected `{name}` to hold at least one number, but got none.")
@@ -121,15 +143,18 @@ def _whole(name: str, values: Iterable[Any], least: int) -> tuple[int, ...]:
 
 
 def _positive(name: str, values: Iterable[Any]) -> tuple[float, ...]:
-    try:
-        given = tuple(values)
-    except TypeError:
-        raise TypeError(f"Expected `{name}` to be a sequence of numbers, but got {values!r}.") from None
-    for value in given:
-        if isinstance(value, (bool, str)) or not isinstance(value, int | float):
-            raise TypeError(f"Expected `{name}` to hold numbers, but got {value!r} of type {type(value).__name__}.")
-        if not 0 < value < float("inf"):
+    given = []
+    for value in _sequence(name, values):
+        try:
+            if isinstance(value, (bool, str)):
+                raise TypeError
+            given.append(float(value))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Expected `{name}` to hold numbers, but got {value!r} of type {type(value).__name__}."
+            ) from None
+        if not 0 < given[-1] < float("inf"):
             raise ValueError(f"Expected `{name}` to be positive and finite, but got {value}.")
     if not given:
         raise ValueError(f"Expected `{name}` to hold at least one number, but got none.")
-    return tuple(sorted({float(value) for value in given}))
+    return tuple(sorted(set(given)))

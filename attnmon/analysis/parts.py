@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
-import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = ["Part", "Parts", "digest_model", "digest_tokens"]
+
+# What a configuration says of where a model came from rather than of what it is.
+_NAMES_ONLY = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"})
 
 Part = dict[str, np.ndarray]
 """Quantity to sums, and ``<quantity>/rows`` to counts: ``(heads, segments, *axes)``; ``seconds`` is a scalar."""
@@ -40,7 +44,7 @@ class Parts:
             path = self._path(task, grid, name)
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return {key: file[key] for key in file.files}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        except Exception:  # whatever zipfile, zlib or NumPy make of damaged bytes
             return None
 
     def save(self, task: str, grid: dict[str, Any], name: str, part: Part) -> None:
@@ -48,7 +52,7 @@ class Parts:
         if self.folder is None or self._broken:
             return
         path = self._path(task, grid, name)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")  # another run may keep the same part
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
@@ -56,7 +60,8 @@ class Parts:
             partial.replace(path)
         except OSError as error:
             self._broken = True
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             warnings.warn(
                 f"Parts of the analysis are no longer kept: writing {str(path)!r} failed: {error}. The run goes on, "
                 "but if it is interrupted, it starts again from the parts kept so far.",
@@ -70,12 +75,15 @@ class Parts:
 
 
 def digest_model(model: nn.Module) -> str:
-    """SHA-256 of a model's class, parameters and buffers."""
+    """SHA-256 of a model's class, configuration, parameters and buffers, those that are never saved among them."""
     digest = hashlib.sha256(type(model).__qualname__.encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if isinstance(tensor, Tensor):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if callable(to_dict):
+        kept = {name: value for name, value in to_dict().items() if name not in _NAMES_ONLY}
+        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -104,10 +105,15 @@ class Analysis:
             "tables": tables,
         }
         path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
-        partial.replace(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -131,7 +137,9 @@ class Analysis:
                     )
                     for task, table in header["tables"].items()
                 }
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except OSError:
+            raise
+        except Exception as error:  # whatever zipfile, zlib or NumPy make of damaged bytes
             raise ValueError(
                 f"Expected {str(path)!r} to be a file that Analysis.save wrote, but reading it failed: {error}. "
                 "Run the analysis again."

@@ -77,7 +77,9 @@ class Vectors:
             )
         if self.kind != "positioned":
             return found[0]
-        fitting = [seen for seen in self._positional if seen.shape[-2:] == found.shape[-2:]]
+        # the tokens' own table is looked up in the order of its rows, too, where their ids count up
+        others = [seen for seen in self._positional if seen.data_ptr() != found.data_ptr()]
+        fitting = [seen for seen in others if seen.shape[-2:] == found.shape[-2:]]
         if not fitting:
             raise ValueError(
                 "Expected `vectors`='positioned' to find a learned position embedding, but the model looks none up "
@@ -88,15 +90,20 @@ class Vectors:
 
 @contextmanager
 def positions_seen(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects what embedding tables return for indices that count up by one, as positions do."""
+    """Collects what embedding tables return in the order of their rows, as tables of positions do."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        index = args[0] if args else None
-        if not isinstance(index, Tensor) or index.is_floating_point() or index.dim() == 0 or index.shape[-1] < 2:
+        table = module.weight
+        if not isinstance(output, Tensor) or output.dim() not in (2, 3) or not isinstance(table, Tensor):
             return
-        if bool((index.diff(dim=-1) == 1).all()) and isinstance(output, Tensor):
-            seen.append(output.detach())
+        rows = output.detach().reshape(-1, *output.shape[-2:])[0]
+        if len(rows) < 2 or len(rows) > len(table):
+            return
+        for start in (table == rows[0]).all(-1).nonzero().flatten().tolist():
+            if torch.equal(table[start : start + len(rows)], rows):
+                seen.append(output.detach())
+                return
 
     handles = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Embedding)]
     try:

@@ -221,12 +221,26 @@ class Attachment:
         if labels is not None:
             fields["labels"] = take(labels)
         if "hidden" in self._context.extras and call.hidden is None:
-            hidden = self._context.hidden(module, batch, call.key.shape[2])
-            fields["hidden"] = None if hidden is None else take(hidden)
+            fields["hidden"] = self._for_keys(self._context.hidden, module, call, take, sizes)
         if "embedding" in self._context.extras:
-            embedding = self._context.embedding(batch, call.key.shape[2])
-            fields["embedding"] = None if embedding is None else take(embedding)
+            fields["embedding"] = self._for_keys(self._context.embedding, module, call, take, sizes)
         return dataclasses.replace(call, **fields) if fields else call  # type: ignore[arg-type]
+
+    @staticmethod
+    def _for_keys(
+        find: Callable[[nn.Module, int, int], Tensor | None],
+        module: nn.Module,
+        call: AttentionCall,
+        take: Take,
+        sizes: tuple[int, int, int],
+    ) -> Tensor | None:
+        """One vector for each key of a call, zero for a sink, which carries nothing; None if they are not known."""
+        batch, _, kv_len = sizes
+        keys = call.key.shape[2]
+        found = find(module, batch, keys)
+        if found is None and keys > kv_len and (found := find(module, batch, kv_len)) is not None:
+            found = torch.nn.functional.pad(found, (0, 0, 0, keys - kv_len))
+        return None if found is None else take(found)
 
     def _is_decode_step(self, layer: str, q_len: int, kv_len: int) -> bool:
         """Whether a single query continues a sequence that this module has begun: generation with a cache."""

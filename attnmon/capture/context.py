@@ -163,10 +163,12 @@ class Context:
 
     def hidden(self, module: nn.Module, batch: int, kv_len: int) -> Tensor | None:
         """Input that the keys of `module` were made from, if it is known and has as many positions as the keys."""
-        seen = self._hidden.pop(module, None)
+        seen = self._hidden.get(module)
+        if seen is not None and seen.shape[1] == kv_len:
+            del self._hidden[module]
         return seen if seen is not None and seen.shape[:2] == (batch, kv_len) else None
 
-    def embedding(self, batch: int, kv_len: int) -> Tensor | None:
+    def embedding(self, module: nn.Module, batch: int, kv_len: int) -> Tensor | None:
         """Token embeddings of the keys' positions: those that were looked up first, at these lengths."""
         for outputs in self._embedding.values():
             if (batch, kv_len) in outputs:

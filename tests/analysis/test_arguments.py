@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,13 +25,15 @@ SMALL = {"lengths": (40,), "tasks": ("distance",), "top_n": (3,)}
         ({"tasks": ("distances",)}, ValueError, "Expected `tasks` to be one of 'distance'"),
         ({"tasks": ()}, ValueError, "Expected `tasks` to name at least one"),
         ({"top_n": (0,)}, ValueError, "Expected `top_n` to be at least 1, but got 0"),
-        ({"top_n": 5}, TypeError, "Expected `top_n` to be a sequence of integers"),
+        ({"top_n": 5}, TypeError, "Expected `top_n` to be a sequence, but got 5. Use"),
         ({"top_n": (1.5,)}, TypeError, "Expected `top_n` to be integer"),
         ({"lengths": (1,)}, ValueError, "Expected `lengths` to be at least 2"),
         ({"temperatures": (0.0,)}, ValueError, "Expected `temperatures` to be positive and finite"),
         ({"epsilons": ("x",)}, TypeError, "Expected `epsilons` to hold numbers"),
         ({"rows": "some"}, ValueError, "Expected `rows` to be 'all' or a number"),
         ({"rows": 0}, ValueError, "Expected `rows` to be at least 1"),
+        ({"normalize_vectors": "yes"}, TypeError, "Expected `normalize_vectors` to be True, False or None"),
+        ({"normalizer": "softmin"}, ValueError, "Expected `name` to be one of 'softmax'"),
         ({"seed": -1}, ValueError, "Expected `seed` to be at least 0"),
         ({"normalizer": "sparsemax", "tasks": ("sensitivity",)}, ValueError, "without 'sensitivity'"),
     ],
@@ -101,6 +104,36 @@ def test_a_part_of_the_model_that_cannot_be_read_is_named():
     block.forward = forward
 
 
+def test_plain_numbers_of_any_kind():
+    options = AnalysisOptions(
+        lengths=np.array([16, 32]), tasks="distance", top_n=torch.tensor([1, 2]), temperatures=np.float32([0.5])
+    )
+    assert (options.lengths, options.tasks, options.top_n, options.temperatures) == (
+        (16, 32),
+        ("distance",),
+        (1, 2),
+        (0.5,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "gpt2"}, TypeError, "Expected `model` to be a torch.nn.Module, but got str"),
+        ({"options": {"top_n": (1,)}}, TypeError, "Expected `options` to be an AnalysisOptions, but got dict"),
+        ({"memory": "1G"}, ValueError, "Expected `memory` to be an integer of at least"),
+        ({"device": "meta"}, ValueError, "Expected `device` to be one that torch can use here.*but got 'meta'"),
+        ({"device": "bogus"}, ValueError, "Expected `device` to be one that torch can use here.*but got 'bogus'"),
+        ({"tokens": TOKENS + 40}, ValueError, f"lie between 0 and {VOCABULARY - 1}, the model's vocabulary"),
+    ],
+)
+def test_what_analyze_is_given(changes, error, message):
+    arguments = {"model": tiny_gpt2(), "tokens": TOKENS, "options": AnalysisOptions(**SMALL)} | changes
+    with pytest.raises(error, match=message):
+        analyze(**arguments)
+    assert all(parameter.device.type == "cpu" for parameter in getattr(arguments["model"], "parameters", list)())
+
+
 def test_memory_and_device():
-    with pytest.raises(ValueError, match="Expected `memory` to be at least"):
+    with pytest.raises(ValueError, match="Expected `memory` to be an integer of at least"):
         analyze(tiny_gpt2(), TOKENS, AnalysisOptions(**SMALL), memory=1000)

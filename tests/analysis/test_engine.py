@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 import torch
 from attention_rows import captured_rows, means
-from toys import VOCABULARY, tiny_gpt2
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from toys import SMALL as SIZES
+from toys import VOCABULARY, spread, tiny_gpt2
+from transformers import (
+    BertConfig,
+    BertModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from attnmon.analysis import Analysis, AnalysisOptions, analyze
 
@@ -172,6 +184,75 @@ def test_positioned_vectors_are_token_plus_position_embeddings():
         layer.vectors = embedded.detach().expand(layer.weights.shape[0], -1, -1)
     expected = means(rows, options)["distance", "distance"][0]
     np.testing.assert_allclose(found[:, -1], expected, rtol=1e-9)
+
+
+def test_positioned_vectors_of_other_models():
+    torch.manual_seed(0)
+    options = AnalysisOptions(**SMALL, tasks=("distance",), vectors="positioned")
+    opt = (
+        OPTForCausalLM(
+            OPTConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                ffn_dim=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=64,
+                word_embed_proj_dim=16,
+            )
+        )
+        .double()
+        .eval()
+    )  # looks its positions up two rows further down
+    found = analyze(opt, tokens(), options).tables["distance"].values["distance"]
+    decoder = opt.model.decoder
+    rows = captured_rows(opt, tokens(), "embedding", normalize=False)
+    for layer in rows:
+        vectors = decoder.embed_tokens.weight[tokens()] + decoder.embed_positions.weight[2 : 2 + 33]
+        layer.vectors = vectors.detach().expand(layer.weights.shape[0], -1, -1)
+    np.testing.assert_allclose(found[:, -1], means(rows, options)["distance", "distance"][0], rtol=1e-9)
+    with pytest.raises(ValueError, match="learned position embedding"):  # its tokens count up as positions do
+        analyze(llama(), torch.arange(33), options)
+
+
+@pytest.mark.parametrize("vectors", ["value", "embedding", "hidden"])
+def test_attention_sinks_are_one_more_key(vectors):
+    torch.manual_seed(0)
+    config = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    model = GptOssForCausalLM(
+        GptOssConfig(**config, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)
+    )
+    model = spread(model)
+    options = AnalysisOptions(**SMALL, tasks=("distance", "summary"), vectors=vectors)
+    together = analyze(model, tokens(), options)
+    assert together.about["causal"]
+    assert any("sink" in note for note in together.notes)
+    assert not any("bidirectional" in note for note in together.notes)
+    alone = analyze(model, tokens(), dataclasses.replace(options, lengths=(20,)))
+    for task, table in alone.tables.items():
+        for quantity, values in table.values.items():
+            np.testing.assert_allclose(
+                values[:, 0], together.tables[task].values[quantity][:, 1], rtol=2e-4, atol=1e-5, err_msg=quantity
+            )
+    # the first row sees itself and the sink: two keys
+    assert (together.tables["distance"].rows["distance"][:, 0, 0] == LENGTHS[0]).all()
+
+
+def test_rows_that_depend_on_the_length_are_run_at_each_length():
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    config = Phi3Config(**SIZES | {"pad_token_id": 0}, original_max_position_embeddings=24, rope_parameters=scaling)
+    torch.manual_seed(0)
+    model = spread(Phi3ForCausalLM(config)).double()
+    options = AnalysisOptions(**SMALL, tasks=("summary",))
+    together = analyze(model, tokens(), options)
+    assert any("depends on how many follow" in note for note in together.notes)
+    for column, length in enumerate(LENGTHS):
+        alone = analyze(model, tokens(), dataclasses.replace(options, lengths=(length,)))
+        np.testing.assert_allclose(
+            alone.tables["summary"].values["entropy"][:, 0],
+            together.tables["summary"].values["entropy"][:, column],
+            rtol=1e-9,
+        )
 
 
 def test_other_normalizers_change_the_weights_and_the_jacobian():

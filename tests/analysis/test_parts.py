@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toys import VOCABULARY, tiny_gpt2
+from toys import SMALL, VOCABULARY, spread, tiny_gpt2
+from transformers import MistralConfig, MistralForCausalLM
 
 from attnmon.analysis import AnalysisOptions, analyze
 from attnmon.analysis.engine import _Engine
+from attnmon.analysis.parts import Parts
 
 OPTIONS = {
     "lengths": (8, 24),
@@ -21,6 +23,11 @@ OPTIONS = {
 
 def tokens(seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCABULARY, (24,), generator=torch.Generator().manual_seed(seed))
+
+
+def llama_like(config, model, **options):
+    torch.manual_seed(0)
+    return spread(model(config(**SMALL, **options)))
 
 
 def equal(first, second) -> None:
@@ -40,11 +47,11 @@ def measured(monkeypatch):
 
     record = Record()
 
-    def measure(self, call, run, index, vectors):
+    def measure(self, call, sinks, run, index, vectors):
         if record.stop_at is not None and len(record) >= record.stop_at:
             raise record.error
         record.append((run.length, index))
-        original(self, call, run, index, vectors)
+        original(self, call, sinks, run, index, vectors)
 
     monkeypatch.setattr(_Engine, "_measure", measure)
     return record
@@ -84,11 +91,38 @@ def test_parts_of_other_models_texts_and_options_are_told_apart(tmp_path, measur
         measured.clear()
         changed()
         assert len(measured) == 2
+    # equal weights, and another way to use them
+    narrow, wide = (llama_like(MistralConfig, MistralForCausalLM, sliding_window=window) for window in (3, 12))
+    wide.load_state_dict(narrow.state_dict())
+    first, second = (analyze(m, tokens(), AnalysisOptions(**OPTIONS), folder=tmp_path) for m in (narrow, wide))
+    assert (first.tables["summary"].values["entropy"] < second.tables["summary"].values["entropy"]).any()
+    equal(analyze(wide, tokens(), AnalysisOptions(**OPTIONS)), second)
     # a change of one task leaves the others their parts
     folders = set(tmp_path.iterdir())
     analyze(model, tokens(), AnalysisOptions(**OPTIONS | {"top_n": (1, 5, 7)}), folder=tmp_path)
     (new,) = set(tmp_path.iterdir()) - folders
     assert new.name.startswith("distance-")
+
+
+def test_damage_of_any_kind_is_noticed(tmp_path):
+    parts, rng = Parts(tmp_path, {}), np.random.default_rng(0)
+    part = {"x": rng.normal(size=(3, 4)), "x/rows": np.ones((3, 4)), "seconds": np.zeros(())}
+    parts.save("task", {}, "name", part)
+    (path,) = tmp_path.rglob("*.npz")
+    whole = path.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(whole), size=3):
+            damaged[place] ^= int(rng.integers(1, 256))
+        path.write_bytes(bytes(damaged))
+        found = parts.load("task", {}, "name")
+        assert found is None or all(np.array_equal(found.get(key, value), value) for key, value in part.items())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="no longer kept"):
+        analyze(tiny_gpt2(), tokens(), AnalysisOptions(**OPTIONS), folder=tmp_path / "file" / "parts")
 
 
 def test_a_damaged_part_is_computed_again(tmp_path, measured):
