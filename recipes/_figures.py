@@ -99,6 +99,7 @@ def figure_2b(analysis: Analysis) -> Figure:
         xlabel="selected keys N",
         title=f"Figure 2b: L = {grid.length}, mean over {_heads(analysis)}",
     )
+    _remark(axes, "each N over the rows that see more than N keys")
     _legend(axes)
     return figure
 
@@ -175,8 +176,8 @@ def figure_3(analysis: Analysis) -> Figure:
         ylim=(0, 1.05),
         title=f"Figure 3: L = {grid.length}; bounds are means over the heads",
     )
-    if hidden:
-        _remark(axes, f"the lower bound is below 0 and not drawn for N = {', '.join(hidden)}")
+    below = f"; the lower bound is below 0 and not drawn for N = {', '.join(hidden)}" if hidden else ""
+    _remark(axes, f"each N over the rows that see more than N keys{below}")
     _legend(axes)
     return figure
 

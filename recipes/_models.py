@@ -38,6 +38,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, offset: int, longest: 
         stream += [token for tokens in batch for token in tokens]
         if len(stream) >= needed:
             return torch.tensor(stream[offset : offset + longest])
+    if offset >= len(stream) > 0:
+        raise ValueError(
+            f"Expected `offset` to lie within the text, but got {offset} of {len(stream)} tokens. Use a smaller one."
+        )
     why = "`offset` and the longest of `lengths`" if offset + longest == needed else "two blocks to train the model on"
     raise ValueError(
         f"Expected `text` to have at least {needed} tokens ({why}), but got {len(stream)}. "
@@ -89,6 +93,9 @@ def train_small_model(
     Returns:
         The folder of the model and its tokenizer.
     """
+    for name in ("n_layer", "n_head", "n_embd", "vocab_size", "train_steps", "batch_size"):
+        if settings[name] < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1, but got {settings[name]}.")
     record, written = json.dumps(settings, sort_keys=True), folder / "training.json"
     if written.is_file() and written.read_text(encoding="utf-8") == record:
         return str(folder)
@@ -136,3 +143,19 @@ def check_vocabulary(net: PreTrainedModel, tokens: Tensor, name: str) -> None:
 
 
 # -- results ------------------------------------------------------------------------------------------------------
+
+
+def choose_device(device: str | None) -> torch.device:
+    """The device of that name; by default the GPU if there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.zeros(1, device=device).device
+        if place.type == "meta":
+            raise RuntimeError("a meta device holds no numbers.")
+        return place
+    except (RuntimeError, AssertionError) as error:  # unknown, or torch was built without it
+        raise ValueError(
+            f"Expected `device` to be one that torch can use here, but {device!r} failed: {str(error).splitlines()[0]} "
+            "Use cpu, or leave it out."
+        ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import _loops
 import torch
+from _models import choose_device
 from _text import load_pretrained, load_text, split_text, train_tokenizer
 from jsonargparse import auto_cli
 from rich.console import Console
@@ -67,12 +69,20 @@ def benchmark_analysis(
         memory_gib: Budget for the working arrays.
     """
     if threads is not None:
+        if threads < 1:
+            raise ValueError(f"Expected `threads` to be at least 1, but got {threads}. Leave it out: torch decides.")
         torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shortest = 101 + rows  # the loop's rows have an N of up to 100
+    if rows < 1 or length < shortest or min(lengths) < 2 or min(sizes) < 1:
+        raise ValueError(
+            f"Expected `length` to be at least {shortest} for {rows} `rows`, `lengths` at least 2 and `sizes` at least "
+            f"1, but got {length}, {list(lengths)} and {list(sizes)}. Use longer contexts or fewer rows."
+        )
+    place = choose_device(device)
     console = Console()
     longest = max(length, *lengths)
     net, tokens = load(model, text, longest, n_layer, n_head, n_embd)
-    net = net.to(torch.device(device))
+    net = net.to(place)
 
     def run(options: AnalysisOptions) -> tuple[Analysis, float]:
         begun = time.perf_counter()
@@ -91,7 +101,7 @@ def benchmark_analysis(
         ours = seconds / heads / length
         loop = statistics.mean([before[task], after[task]]) if task in before else None
         versus = ("-", "-") if loop is None else (f"{1e6 * loop:.0f}", f"{loop / ours:.0f}")
-        table.add_row(name, f"{seconds:.1f}", f"{1e3 * seconds / heads:.1f}", f"{1e6 * ours:.1f}", *versus)
+        table.add_row(name, f"{seconds:.2f}", f"{1e3 * seconds / heads:.1f}", f"{1e6 * ours:.1f}", *versus)
     console.print(table)
     console.print(
         f"{total:.1f} s in all on {whole.about['device']} with {torch.get_num_threads()} threads. The loop is timed on "
@@ -103,14 +113,14 @@ def benchmark_analysis(
         fewer = {"top_n": options.top_n, "separability_top_n": options.separability_top_n}
         small = {name: tuple(n for n in values if n < size) for name, values in fewer.items()}
         found, took = run(replace(options, lengths=(size,), critical_top_n=min(100, size - 1), **small))  # type: ignore[arg-type]
-        growth.add_row(str(size), *(f"{found.tables[task].seconds:.1f}" for task in TASKS), f"{took:.1f}")
+        growth.add_row(str(size), *(f"{found.tables[task].seconds:.2f}" for task in TASKS), f"{took:.2f}")
     console.print(growth)
     by_size = Table("Algorithm 3: N up to", "seconds")
     for size in sizes:
         found, _ = run(replace(options, tasks=("critical",), critical_top_n=size))
-        by_size.add_row(str(size), f"{found.tables['critical'].seconds:.1f}")
+        by_size.add_row(str(size), f"{found.tables['critical'].seconds:.2f}")
     console.print(by_size)
-    if device == "cuda":
+    if place.type == "cuda":
         console.print(f"Largest GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     else:
         import resource
@@ -191,4 +201,7 @@ def time_loops(net: nn.Module, tokens: Tensor, options: AnalysisOptions, rows: i
 
 if __name__ == "__main__":
     disable_progress_bar()
-    auto_cli(benchmark_analysis, as_positional=False)
+    try:
+        auto_cli(benchmark_analysis, as_positional=False)
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from _figures import save
-from _models import check_model, check_vocabulary, encode, load_model, train_small_model
+from _models import check_model, check_vocabulary, choose_device, encode, load_model, train_small_model
 from _text import check_checksum, load_pretrained, load_text, split_text, train_tokenizer
 from jsonargparse import auto_cli
 from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ NORMALIZERS = ("softmax", "sparsemax", "entmax15", "ssmax(0.2)", "sa-softmax")
 # quantity of a panel: its table, its label, and what it says
 PANELS = {
     "ratio": ("separability", "Ns/N at N = {}", "selected keys that can be told apart"),
-    "entropy": ("summary", "entropy (nats)", "keys that share the weight"),
+    "entropy": ("summary", "entropy (nats)", "how many keys share the weight"),
     "jacobian": ("summary", "spectral norm of the Jacobian (1/score)", "how strongly scores move weights"),
 }
 _LOW, _HIGH = 25, 75  # percentiles of the band over heads
@@ -118,12 +119,22 @@ def compare_normalizers(
         )
         for name in normalizers
     }
+    if find_spec("entmax") is None and any(name.startswith(("sparsemax", "entmax")) for name in normalizers):
+        raise ModuleNotFoundError(
+            "Sparsemax and alpha-entmax need the package `entmax`. Install it with: pip install 'attnmon[entmax]'"
+        )
+    place = choose_device(device)
     check_checksum(checksum)
     console = Console()
     content, sha256 = load_text(text, checksum)
     longest = max(lengths)
     folder = Path(out or Path("runs/compare_normalizers") / Path(model or "small").name)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"Expected `out` to be a folder, but making {str(folder)!r} failed: {error.strerror}. Give another one."
+        ) from error
     if model is None:
         tokens = encode(train_tokenizer(split_text(content), vocab_size), content, offset, longest, trains=True)
         settings = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "learning_rate": learning_rate}
@@ -136,7 +147,6 @@ def compare_normalizers(
         tokens = encode(load_pretrained(AutoTokenizer, model), content, offset, longest)
     net = load_model(source)
     check_vocabulary(net, tokens, model or "the small model")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     analyses: dict[str, Analysis] = {}
     for name, chosen in options.items():

@@ -23,7 +23,7 @@ import _figures
 import _series
 import _verdict
 import torch
-from _models import check_model, check_vocabulary, encode, load_model, train_small_model
+from _models import check_model, check_vocabulary, choose_device, encode, load_model, train_small_model
 from _text import cache_folder, check_checksum, load_pretrained, load_text, split_text, train_tokenizer
 from jsonargparse import auto_cli
 from rich.console import Console
@@ -184,7 +184,7 @@ def reproduce_figures(
         )
     _check_numbers(alpha, offset, threads, memory_gib, tau)
     check_checksum(checksum)
-    place = _device(device)
+    place = choose_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
     content, sha256 = load_text(text, checksum, cache_folder(cache_dir))
@@ -214,7 +214,10 @@ def reproduce_figures(
 
     with run.timed("analysis"):
         analysis = analyze(net, tokens, options, **how)
-    analysis.save(folder / "analysis.npz")
+    try:
+        analysis.save(folder / "analysis.npz")
+    except OSError as error:  # a full disk, say: the figures may still fit
+        run.failures.append(f"analysis.npz: {type(error).__name__}: {error}")
     run.causal = bool(analysis.about.get("causal", True))
     with run.timed("Kolmogorov-Smirnov tests"):
         criticals = critical_sizes(analysis, alpha)
@@ -269,22 +272,10 @@ def _check_numbers(
         raise ValueError(f"Expected `offset` to be 0 or more, but got {offset}.")
     if threads is not None and threads < 1:
         raise ValueError(f"Expected `threads` to be at least 1, but got {threads}. Leave it out: torch decides.")
-    if memory_gib < 2**-6:
-        raise ValueError(f"Expected `memory_gib` to be at least 1/64, but got {memory_gib}. Try 1.")
+    if memory_gib < 2**-4:
+        raise ValueError(f"Expected `memory_gib` to be at least 1/16, but got {memory_gib}. Try 1.")
     if tau is not None and (not tau or min(tau) <= 0):
         raise ValueError(f"Expected `tau` to hold shares above 0, but got {list(tau)}. Try 0.05, or null to skip it.")
-
-
-def _device(device: str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # unknown, or torch was built without it
-        raise ValueError(
-            f"Expected `device` to be one that torch can use here, but {device!r} failed: {str(error).splitlines()[0]} "
-            "Use cpu, or leave it out."
-        ) from error
 
 
 def _earlier(compare: str | None, longest: int) -> Callable[[], Analysis] | None:
@@ -366,13 +357,23 @@ def draw(run: Run, analysis: Analysis, criticals: Sequence[CriticalSize]) -> Non
 
 def set_sizes(net: torch.nn.Module, tokens: Tensor, tau: Sequence[float]) -> list[str]:
     """Markdown lines with N*_tau of the longest context, both ways."""
-    lines = ["| kept weights | " + " | ".join(f"N* at tau = {share:g}" for share in tau) + " | loss (nats per token) |"]
+    names = " | ".join(f"N* at tau = {share:g}" for share in tau)
+    lines = [
+        "N* is the least N found such that the next-token loss rises by at most a share tau when every row of every "
+        "head keeps only its N largest weights, either as they are or divided by their sum. Small N shrink the heads' "
+        "outputs in the first case and bias them toward few keys in the second: neither is always the smaller.",
+        "",
+        f"| kept weights | {names} | loss of the whole model, and with N keys (nats per token) |",
+    ]
     lines.append("|---|" + "---|" * (len(tau) + 1))
     for renormalize in (False, True):
         result = effective_set_size(net, tokens[None], tau=tuple(tau), renormalize=renormalize)
         sizes = result.size if isinstance(result.size, tuple) else (result.size,)
         how = "renormalised" if renormalize else "as they are"
-        lines.append(f"| {how} | {' | '.join(str(size) for size in sizes)} | {result.loss:.4f} |")
+        near = {size for size in sizes if size is not None}
+        steps = [n for n in result.losses if n in near or n + 1 in near or n == 1]
+        losses = ", ".join(f"{result.losses[n]:.4f} at {n}" for n in steps)
+        lines.append(f"| {how} | {' | '.join(str(size) for size in sizes)} | {result.loss:.4f}; {losses} |")
     return lines
 
 
@@ -485,7 +486,16 @@ def _shown(value: Any) -> str:
 
 
 def write_verdict(run: Run, findings: Sequence[_verdict.Finding]) -> None:
-    """Write verdict.md and verdict.json."""
+    """Write verdict.md and verdict.json; if that fails, the table on the console is what is left."""
+    try:
+        _write_verdict(run, findings)
+    except OSError as error:
+        failure = f"verdict: {type(error).__name__}: {error}"
+        if failure not in run.failures:
+            run.failures.append(failure)
+
+
+def _write_verdict(run: Run, findings: Sequence[_verdict.Finding]) -> None:
     order = ("Figures", "Notes", "Layers not measured")
     sections = {name: run.sections[name] for name in order if name in run.sections} | run.sections
     markdown = _verdict.as_markdown(f"The paper's claims on {run.model}", findings, sections)
@@ -514,6 +524,9 @@ def main() -> None:
     disable_progress_bar()  # of transformers, for weights that load in a second
     try:
         sys.exit(auto_cli(reproduce_figures, parser_mode="yaml"))
+    except KeyboardInterrupt:
+        print("Interrupted. What was finished is kept: the same command goes on from there.", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         if not str(error).startswith(("Expected ", "Reading ", "Drawing ", "The Kolmogorov")):
             raise  # not one of our own: a fault, whose place matters

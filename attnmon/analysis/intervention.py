@@ -128,11 +128,11 @@ def effective_set_size(
     r"""Find how many keys per row a language model needs to predict nearly as well as with all of them.
 
     ``N*_tau`` is the least N with ``loss(N) <= (1 + tau) loss``, where ``loss(N)`` is that of `truncated_loss` and
-    ``loss`` that of the whole model. It is looked for by doubling N, from 1 to the longest row, and by bisection between the
-    last N that fails and the first from which on every evaluated N holds. The loss need not fall steadily with N: the
-    result is the least evaluated N from which on all larger evaluated ones hold, too, and a smaller one may hold, too.
-    Several tau share their evaluations, of which there are about ``2 log2(longest row)``, each a little slower than a
-    forward pass with materialised attention.
+    ``loss`` that of the whole model. It is looked for by doubling N, from 1 to the longest row, and by bisection
+    between the last N that fails and the first from which on every evaluated N holds. The loss need not fall steadily
+    with N: the result is the least evaluated N from which on all larger evaluated ones hold, and a smaller one may
+    hold, too. Several tau share their evaluations, of which there are about ``2 log2(longest row)``, each a little
+    slower than a forward pass with materialised attention.
 
     Source: effective attention set size in "Retrieval Capacity of Self-Attention Under Competition" (2026).
 

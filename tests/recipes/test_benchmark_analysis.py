@@ -54,3 +54,16 @@ def test_tables(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Largest memory" in out
     with pytest.raises(ValueError, match="Expected `text` to have at least 100000 tokens"):
         recipe.benchmark_analysis(text=str(text_file), length=100_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threads": 0}, "Expected `threads` to be at least 1, but got 0"),
+        ({"length": 64}, "Expected `length` to be at least 125 for 24 `rows`"),
+        ({"device": "bogus"}, "Expected `device` to be one that torch can use here, but 'bogus' failed"),
+    ],
+)
+def test_wrong_arguments(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe.benchmark_analysis(**changes)

@@ -75,9 +75,18 @@ def test_what_is_not_defined_is_named() -> None:
         ({"lengths": [16, 128]}, "at most the 64 positions"),
         ({"top_n": 48}, "below the longest length, 48"),
         ({"threads": 0}, "Expected `threads` to be at least 1"),
+        ({"device": "meta"}, "Expected `device` to be one that torch can use here, but 'meta' failed"),
+        ({"out": __file__}, "Expected `out` to be a folder, but making"),
     ],
 )
 def test_wrong_arguments(changes: dict, message: str, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
     settings = {"lengths": [16, 48], "top_n": 3, "progress": False, "out": str(tmp_path)} | changes
     with pytest.raises(ValueError, match=message):
         recipe.compare_normalizers(str(model_dir), str(text_file), **settings)
+
+
+def test_a_missing_package_is_said_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe, "load_text", lambda *_: pytest.fail("it got as far as the text"))
+    with pytest.raises(ModuleNotFoundError, match="pip install 'attnmon\\[entmax\\]'"):
+        recipe.compare_normalizers(normalizers=["softmax", "entmax(1.3)"])
