@@ -215,7 +215,7 @@ class _Engine:
                 nonlocal seen
                 index, seen = seen, seen + 1
                 call, sinks = sinks_first(call)
-                self._check_call(call, index)
+                self._check_call(call, run, index)
                 if index in wanted and call.layer not in self.skipped:
                     with torch.no_grad():
                         self._measure(call, sinks, run, index, vectors)
@@ -230,14 +230,14 @@ class _Engine:
                 "on the input can be analysed."
             )
 
-    def _check_call(self, call: AttentionCall, index: int) -> None:
+    def _check_call(self, call: AttentionCall, run: _Run, index: int) -> None:
         known = self.layers[index] if index < len(self.layers) else None
         if known is None or (known.name, known.num_heads) != (call.layer, call.num_heads):
             raise ValueError(
                 f"Expected attention call {index} to be {known}, as on a short text, but got `{call.layer}` with "
                 f"{call.num_heads} heads. Only models whose layers do not depend on the input can be analysed."
             )
-        if self.nested:
+        if self.nested and run.sequence == 0:  # whose first tokens were looked at
             before = self.look.queries[index]
             now = call.query[0, :, : before.shape[1]]
             if bool((now - before).abs().amax() > _SAME_ROWS * before.abs().amax()):
