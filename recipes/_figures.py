@@ -196,6 +196,7 @@ def figure_4(analysis: Analysis) -> Figure:
         spectral = over_heads(data.spectral, "max")
         axes.plot(temperatures, spectral, color="0.45", linewidth=0.9, label=LABELS["spectral"])
     axes.plot(temperatures, 0.25 / temperatures, color="black", linestyle="--", label=LABELS["bound_entry"])
+    axes.axhline(2**0.5, color="black", linestyle=(0, (1, 3)), linewidth=1, label=LABELS["bound_cap"])
     axes.plot(
         temperatures, 0.5 / temperatures, color="black", linestyle="-.", linewidth=1, label=LABELS["bound_spectral"]
     )
@@ -253,7 +254,7 @@ def figure_1() -> Figure:
     """The illustration: embeddings on a circle, scaled by their weights, the ball around the sum of the selected."""
     keys = illustration()
     first = keys[0]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for axes, names, title in (
         (left, ("x", "y"), "embeddings x on the circle"),

@@ -28,7 +28,6 @@ FORMS = {
     "critical_n": "measured",
     "p_value": "measured",
     "ratio": "measured",
-    "precision": "measured",
     "lower": "printed",
     "upper": "printed",
     "upper_valid": "corrected",
@@ -48,12 +47,13 @@ LABELS = {
     "upper": "upper bound, Theorem 2 as printed",
     "upper_valid": "upper bound where its argument holds\n(corrected, not in the paper)",
     "bound_entry": "1/(4T), printed: bounds the largest entry",
+    "bound_cap": "sqrt 2, the other branch of the printed bound",
     "bound_spectral": "1/(2T), corrected: bounds the spectral norm",
     "spectral": "exact spectral norm, max over heads",
     "max": "exact largest entry, max over heads",
 }
 DISTANCES = ("distance", "expected_paper", "upper_bound", "expected_lower", "expected_upper")
-SEPARABILITY = ("ratio", "precision", "lower", "upper", "upper_valid")
+SEPARABILITY = ("ratio", "lower", "upper", "upper_valid")
 
 
 class NotMeasuredError(Exception):
