@@ -222,7 +222,16 @@ class _Engine:
                     advance()
 
             with attach(self.model, on_call, self._skip, context=vectors.context()):
-                run_model(self.model, tokens)
+                try:
+                    run_model(self.model, tokens)
+                except IndexError as error:
+                    if seen:
+                        raise
+                    # a table of positions that is shorter than the configuration says, as RoBERTa's is by two
+                    raise ValueError(
+                        f"Expected the model to take {run.length} tokens, but its forward failed before any attention: "
+                        f"{error}. Use shorter `lengths`."
+                    ) from error
         if seen != len(self.layers):
             raise ValueError(
                 f"Expected the model to attend {len(self.layers)} times on {run.length} tokens, as it does on "

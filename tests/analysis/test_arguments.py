@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from toys import VOCABULARY, tiny_gpt2
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaModel
 
 from attnmon.analysis import AnalysisOptions, analyze
 
@@ -60,6 +60,19 @@ def test_tokens(tokens, error, message):
 def test_a_context_shorter_than_the_length():
     with pytest.raises(ValueError, match="at most the model's context of 32 positions, but got 40"):
         analyze(tiny_gpt2(positions=32), TOKENS, AnalysisOptions(**SMALL))
+
+
+def test_a_table_of_positions_shorter_than_the_configuration_says():
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=40,
+    )
+    with pytest.raises(ValueError, match="take 40 tokens, but its forward failed.*Use shorter `lengths`"):
+        analyze(RobertaModel(config), TOKENS + 2 - TOKENS // 59 * 3, AnalysisOptions(**SMALL))
 
 
 @pytest.mark.parametrize("name", ["top_n", "separability_top_n", "critical_top_n"])
