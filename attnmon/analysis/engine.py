@@ -224,7 +224,7 @@ class _Engine:
             with attach(self.model, on_call, self._skip, context=vectors.context()):
                 try:
                     run_model(self.model, tokens)
-                except IndexError as error:
+                except (IndexError, RuntimeError) as error:
                     if seen:
                         raise
                     # a table of positions that is shorter than the configuration says, as RoBERTa's is by two

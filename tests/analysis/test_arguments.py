@@ -72,7 +72,7 @@ def test_a_table_of_positions_shorter_than_the_configuration_says():
         max_position_embeddings=40,
     )
     with pytest.raises(ValueError, match="take 40 tokens, but its forward failed.*Use shorter `lengths`"):
-        analyze(RobertaModel(config), TOKENS + 2 - TOKENS // 59 * 3, AnalysisOptions(**SMALL))
+        analyze(RobertaModel(config), TOKENS.clamp(min=2), AnalysisOptions(**SMALL))
 
 
 @pytest.mark.parametrize("name", ["top_n", "separability_top_n", "critical_top_n"])
