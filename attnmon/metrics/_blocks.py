@@ -17,6 +17,9 @@ from attnmon.metrics._selection import _GATHERED, _Block, _block_elements, _Grou
 
 __all__: list[str] = []
 
+# Largest components between which float32 has room for their squares, and for those of small weights.
+_SMALLEST, _LARGEST = 1e-12, 1e12
+
 Fields = Callable[[_Block], dict[str, Tensor]]
 
 
@@ -89,7 +92,7 @@ def _grouped(
         )
         return {name: weights.new_empty(groups, rows, len(sizes), dtype=result) for name in fields(block)}
     direct = result == torch.float64 or weights.device.type != "cuda"
-    work = result if direct else torch.float64
+    work = result if direct and not _extreme(vectors) else torch.float64
     some = max(1, min(groups, _block_elements(weights.device, work) // (rows * _per_row(n, vectors.shape[-1], sizes))))
     out: dict[str, Tensor] = {}
     for g in range(0, groups, some):
@@ -102,6 +105,14 @@ def _grouped(
                 out[name] = torch.empty(groups, rows, len(sizes), dtype=result, device=weights.device)
             out[name][at] = value
     return out
+
+
+def _extreme(vectors: Tensor) -> bool:
+    """Whether squares of the vectors leave the range of float32, or come near its ends."""
+    if vectors.dtype != torch.float32:
+        return False
+    largest = float(vectors.abs().amax())
+    return 0 < largest < _SMALLEST or _LARGEST < largest < math.inf
 
 
 def _over_rows(

@@ -16,6 +16,8 @@ __all__: list[str] = []
 _SPLITTER = 2.0**27 + 1
 UNIT = 2.0**-104
 """Relative error of one operation on pairs, generously."""
+EXACT_COMPONENTS = 4096
+"""Components of vectors that one row may have computed in pairs."""
 
 
 class _Pair(NamedTuple):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attnmon.masks import distinct
 from attnmon.metrics._checks import _zeroed
-from attnmon.metrics._pairs import _exact_product, _subtract, _sum
+from attnmon.metrics._pairs import EXACT_COMPONENTS, _exact_product, _Pair, _subtract, _sum
 
 __all__: list[str] = []
 
@@ -40,7 +40,10 @@ _CANCELLED = 2.5e-2
 # Squared distances below this share of the two squared norms are taken from the difference of the vectors.
 _COINCIDENT = 1e-6
 # Below this share the difference itself is what the rounding of ||p|| has left.
-_LOST = 2.0**-80
+_LOST = 2.0**-40
+# Where the selected keys cancel, ||s_N|| is small against what it was summed from: this share of the squared sum of
+# lengths takes its place in the two comparisons above.
+_SUMMED = 4e-3
 # Up to this many selected keys are gathered to form s_N; beyond, a matrix product over all keys is cheaper.
 _GATHERED = 64
 
@@ -327,9 +330,10 @@ class _Block:
     def norm_sum(self) -> tuple[Tensor, Tensor]:
         """Sum and minimum of ``|| a_i x_i - s_N ||`` over the unselected keys, each (G, R, K). Consumes `excess`."""
         least = self.least_excess + self.point_squares
+        scale = torch.maximum(self.point_squares, _SUMMED * self.reach**2)
         squared = self.excess.add_(self.point_squares[..., None])
         self.__dict__["_excess"] = (torch.empty(0), self.selected_excess)  # so that a second use can't go unseen
-        return _norm_sum(self, squared, least, self.point_squares, self.exact_points, (1.0, 0.0), far=True)
+        return _norm_sum(self, squared, least, scale, self.exact_points, (1.0, 0.0), far=True)
 
     def exact_points(self, index: tuple[Tensor, ...], many: bool) -> Tensor:
         """`points` in float64 for some rows, ``index = (g, r, k)`` of shape (m,) each: (m, d)."""
@@ -343,19 +347,33 @@ class _Block:
             out.append(torch.bmm((self.member[k] * self.top_weights[g, r])[:, None].double(), picked).squeeze(1))
         return torch.cat(out)
 
-    def exact_squares(self, index: tuple[Tensor, ...], key: Tensor) -> Tensor:
-        """``|| a_i x_i - s_N ||^2`` of some keys, ``index = (g, r, k)`` and `key` of shape (m,) each: (m,), float64.
+    def exact_squares(self, rows: Tensor, which: Tensor, key: Tensor) -> Tensor:
+        """``|| a_i x_i - s_N ||^2`` of some keys, in pairs of float64: (m,), float64.
 
-        In pairs of float64: where the key and the point coincide but for rounding, float64 has no digit left.
+        Where the key and the point coincide but for rounding, float64 has no digit left.
+
+        Args:
+            rows: ``(rows, 3)``, the (g, r, k) of some rows.
+            which: ``(m,)``, each key's row among them.
+            key: ``(m,)``.
         """
-        g, r, k = index
-        picked = _exact_product(
-            (self.member[k] * self.top_weights[g, r]).double()[..., None],
-            self.group.double[g[:, None], self.order[g, r]],
+        out = torch.empty(len(key), dtype=torch.float64, device=key.device)
+        distinct_rows, place = which.unique(return_inverse=True)
+        step = max(
+            1, _block_elements(key.device, torch.float64) // (self.order.shape[-1] * self.group.vectors.shape[-1])
         )
-        own = _exact_product(self.weights[g, r, key].double()[:, None], self.group.double[g, key])
-        difference = _subtract(own, _sum(picked, 1))
-        return difference.high.square().sum(-1)
+        for start in range(0, len(distinct_rows), step):
+            g, r, k = rows[distinct_rows[start : start + step]].unbind(-1)
+            coefficients = (self.member[k] * self.top_weights[g, r]).double()
+            point = _sum(_exact_product(coefficients[..., None], self.group.double[g[:, None], self.order[g, r]]), 1)
+            here = ((place >= start) & (place < start + step)).nonzero().squeeze(-1)
+            at = place[here] - start
+            own = _exact_product(
+                self.weights[g[at], r[at], key[here]].double()[:, None], self.group.double[g[at], key[here]]
+            )
+            difference = _subtract(own, _Pair(*(p[at] for p in point)))
+            out[here] = difference.high.square().sum(-1)
+        return out
 
     @cached_property
     def centre(self) -> Tensor:
@@ -402,7 +420,7 @@ def _norm_sum(
         block: Where weights and vectors come from.
         squared: The squared norms by expansion, (G, R, K, n); overwritten. `far` marks what is not to be summed.
         least: Their minimum over the kept keys, (G, R, K).
-        scale: ``||p||^2``, (G, R, K).
+        scale: ``||p||^2`` or more, (G, R, K): what the rounding of the squared norms goes by.
         exact_points: Makes ``p`` in float64 for some rows, see `_Block.exact_points`.
         coefficient: ``(u, v)``, each a number or (G, R, K).
         far: Selected keys are marked in `squared`.
@@ -459,9 +477,11 @@ def _recompute(
             difference = (factor[:, None] * x).sub_(points[row])
             value = difference.square_().sum(-1)
             if exact_points == block.exact_points:  # of the others, the coefficients themselves are rounded
-                lost = (value < _LOST * scale[where]).nonzero().squeeze(-1)
-                if 0 < len(lost) <= width:
-                    value[lost] = block.exact_squares(tuple(w[lost] for w in where), key[lost])
+                lost = value < _LOST * scale[where]
+                many = row[lost].bincount(minlength=len(chunk)) * x.shape[-1] > EXACT_COMPONENTS  # a crowd: as it is
+                lost = (lost & ~many[row]).nonzero().squeeze(-1)
+                if len(lost):
+                    value[lost] = block.exact_squares(chunk, row[lost], key[lost])
             kept[row, key] = value.to(dtype)
         squared[index] = kept.clamp_(min=0)  # invisible keys, whose roots would spoil the sum, among them
         seen = kept if block.visible is None else torch.where(block.visible[index[:2]], kept, block.far)

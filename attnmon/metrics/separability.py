@@ -12,15 +12,14 @@ from torch import Tensor
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
-from attnmon.metrics._pairs import UNIT, _add, _exact_product, _multiply, _Pair, _subtract, _sum
+from attnmon.metrics._pairs import EXACT_COMPONENTS, UNIT, _add, _exact_product, _multiply, _Pair, _subtract, _sum
 from attnmon.metrics._selection import _Block, _block_elements, _unit_roundoff
 
 __all__ = ["Separability", "SeparabilityRatio", "separability"]
 
 
-# Vector components that the exact decisions of one block may take together, so that rows of equal keys stay affordable.
-_EXACT_ELEMENTS = 2_000_000
 _EXPONENT = 500  # of the power of two that rows are scaled by
+_FEW = 8  # contenders that are always worth it, whatever their dimension
 
 
 class Separability(NamedTuple):
@@ -172,17 +171,17 @@ def _counts_again(block: _Block, index: tuple[Tensor, Tensor, Tensor], both: boo
 def _settle(rows: _Rows, open_: Tensor, rivals: Tensor, sign: float) -> Tensor:
     """Which `open_` keys are certainly nearer than the nearest of the `rivals`; farther for sign -1. (m, n) bool.
 
-    What is equal to some 30 digits is equal. So is, beyond a bound on the work, what float64 can't tell apart: rows in
-    which whole crowds of keys coincide are not worth it.
+    What is equal to some 30 digits is equal. So is what float64 can't tell apart in a row whose contenders have over
+    `EXACT_COMPONENTS` components: crowds of keys that all but coincide are not worth the time.
     """
     out = torch.zeros_like(open_)
-    which = open_.any(-1).nonzero().squeeze(-1)
+    d = rows.vectors.shape[-1]
+    contenders = (open_ | rivals).sum(-1)
+    which = (open_.any(-1) & (contenders <= max(_FEW, EXACT_COMPONENTS // d))).nonzero().squeeze(-1)
     if not len(which):
         return out
-    needed = (open_ | rivals)[which]
-    width = int(needed.sum(-1).amax())
-    per_row = width * rows.vectors.shape[-1]
-    which = which[: max(1, _EXACT_ELEMENTS // per_row)]
+    width = int(contenders[which].amax())
+    per_row = (width + int(rows.sizes[which].amax())) * d
     for part in which.split(max(1, _block_elements(open_.device, torch.float64) // (8 * per_row))):
         keys = (open_ | rivals)[part].to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :width]
         here = rivals[part].gather(-1, keys)

@@ -165,6 +165,33 @@ def test_rows_of_zero_sinks_and_lattices(dtype: torch.dtype) -> None:
             assert float(got.ratio[column]) == pytest.approx(want["ratio"], abs=1e-7), (trial, size)
 
 
+def test_an_answer_does_not_hang_on_what_else_is_asked() -> None:
+    weights = torch.tensor([0.5, 0.5, 4e-21, 1e-21, 1e-21], dtype=torch.float64)
+    vectors = torch.tensor([[-1.0], [1.0], [1.0], [1.0], [-1.0]], dtype=torch.float64)  # the leaders cancel
+    assert float(F.separability(weights, vectors, 3).radius) == pytest.approx(3e-21, rel=1e-9)
+    assert float(F.separability(weights, vectors, (1, 3)).radius[1]) == pytest.approx(3e-21, rel=1e-9)
+    bounds = F.separability_bounds(weights, vectors, (1, 3)).lower[1], F.separability_bounds(weights, vectors, 3).lower
+    assert float(bounds[0]) == pytest.approx(float(bounds[1]), rel=1e-9)
+
+    generator = torch.Generator().manual_seed(0)  # crowds of keys that differ in their last digits, row by row
+    base = torch.randn(64, generator=generator, dtype=torch.float64)
+    crowd = base * (1 + torch.randint(-2, 3, (200, 64), generator=generator) * 2.0**-50)
+    rows = (torch.randint(0, 3, (30, 200), generator=generator) * 1e-14).double().softmax(-1)
+    together = F.separability(rows, crowd, (1, 5))
+    for row in (0, 7, 29):
+        alone = F.separability(rows[row], crowd, (1, 5))
+        for field, value in alone._asdict().items():
+            torch.testing.assert_close(getattr(together, field)[row], value, rtol=1e-12, atol=0)
+
+
+def test_float32_vectors_whose_squares_underflow() -> None:
+    vectors = torch.tensor([[0.0], [1.0], [3.0]])
+    for size in (1e-24, 1e-30, 1e15):
+        got = F.separability(torch.tensor([0.6, 0.3, 0.1]), vectors * size, 1)
+        assert (float(got.ratio), float(got.precision)) == (1.0, 1.0)
+        assert float(got.radius) == pytest.approx(0.3 * size, rel=1e-5)
+
+
 def test_radius_of_exactly_zero() -> None:
     vectors = torch.tensor([1.0, 1, 1, -1, -1, 1], dtype=torch.float64)[:, None]
     weights = torch.full((6,), 1 / 6, dtype=torch.float64)
