@@ -11,6 +11,7 @@ from torch import Tensor
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
+from attnmon.metrics._pairs import _Pair, _sum
 from attnmon.metrics._selection import _CANCELLED, _Block, _norm_sum, _recompute
 
 __all__ = ["TopNDistance", "TopNDistances", "top_n_distance"]
@@ -77,11 +78,14 @@ def _expected_bounds(block: _Block) -> tuple[Tensor, Tensor]:
     squared = (up * up) * own[:, :, None] - (2 * up * down) * cross[:, :, None] + down * down * centre[..., None]
     scale = k * k * centre
 
+    # where the two terms cancel, the rounding of k shows, too
+    exact = k if k.device.type == "mps" else block.sizes.double() / (block.count[..., None].double() - 1).clamp_min(1)
+
     def points(index: tuple[Tensor, ...], many: bool) -> Tensor:
-        return block.exact_centre(index, many) * k[index].double()[:, None]
+        return block.exact_centre(index, many) * exact[index][:, None]
 
     extra = _drawn_variance(block, own, cross)
-    coefficient = (1 + k, 0.0)
+    coefficient = (1 + exact, 0.0)
     lower, _ = _norm_sum(block, squared.clone(), squared.amin(-1), scale, points, coefficient)
     upper, _ = _norm_sum(block, squared, squared.amin(-1), scale, points, coefficient, extra=extra)
     result = (left_out * lower, left_out * upper)
@@ -119,11 +123,19 @@ def _drawn_variance(block: _Block, own: Tensor, cross: Tensor) -> Tensor:
 
 def _upper_bound(block: _Block) -> Tensor:
     """Theorem 1.1: ``(1 - A) d1 + max_{I_N} ||x_j|| (A (n - N) - (1 - A))``."""
-    selected = (block.top_weights.unsqueeze(-2) * block.member).sum(-1)
+    # 1 - A is multiplied by a distance that may be huge: it needs more digits than the weights' own type carries
+    wide = torch.float32 if block.weights.device.type == "mps" else torch.float64
+    kept = block.top_weights.to(wide).unsqueeze(-2) * block.member
+    if block.weights.dtype == torch.float64:
+        total = _sum(_Pair(kept, torch.zeros_like(kept)), -1)
+        selected, rest = total.high, (1 - total.high) - total.low
+    else:
+        selected = kept.sum(-1)
+        rest = 1 - selected
     ranks = block.group.norms[:, None].expand_as(block.weights).gather(-1, block.order)
     longest = ranks.cummax(-1).values[..., [size - 1 for size in block.top_n]]
-    rest = 1 - selected  # small next to the last term wherever it loses digits
-    return rest * _largest_gap(block) + longest * (selected * (block.count[..., None] - block.sizes) - rest)
+    bound = rest * _largest_gap(block) + longest * (selected * (block.count[..., None] - block.sizes) - rest)
+    return bound.to(block.weights.dtype)
 
 
 def _largest_gap(block: _Block) -> Tensor:
