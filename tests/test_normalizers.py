@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import softplus
 
-import attnmon.metrics._selection as selection
+import attnmon.metrics._group as group
 from attnmon.functional import attention_entropy, softmax_jacobian_norm
 from attnmon.metrics._lowrank import _low_rank_norm
 from attnmon.normalizers import (
@@ -297,7 +297,7 @@ def test_blocks_layouts_and_arguments(case: str, monkeypatch: pytest.MonkeyPatch
     copy = scores.clone()
     whole = {norm: normalizer.jacobian_norm(scores, norm=norm) for norm in NORMS}
     assert torch.equal(scores, copy)
-    monkeypatch.setitem(selection._BUDGET, "cpu", 16384)
+    monkeypatch.setitem(group._BUDGET, "cpu", 16384)
     for norm, value in whole.items():
         torch.testing.assert_close(value, normalizer.jacobian_norm(copy, norm=norm))
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from attnmon.analysis.tasks import Rows, Task, make_tasks
 from attnmon.analysis.vectors import Vectors, positions_seen
 from attnmon.capture import attach, compiled_modules
 from attnmon.masks import masked_softmax
-from attnmon.metrics._selection import _Group
+from attnmon.metrics._group import _Group
 from attnmon.normalizers import Normalizer, normalizer_from_name
 from attnmon.probe import undisturbed
 from attnmon.rows import RowBatch, RowSampler, rows_at

@@ -13,7 +13,8 @@ from attnmon.analysis.options import AnalysisOptions
 from attnmon.functional import finite_difference_sensitivity, score_spread
 from attnmon.metrics import entropy_statistics, jacobian_norms
 from attnmon.metrics._blocks import Fields, _over_rows
-from attnmon.metrics._selection import _Block, _Group
+from attnmon.metrics._group import _Group
+from attnmon.metrics._selection import _Block
 from attnmon.metrics._walk import CONSECUTIVE_FIELDS, consecutive_distances
 from attnmon.metrics.bounds import _bounds_update
 from attnmon.metrics.distance import TopNDistances, _distance_update

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.analysis.options import AnalysisOptions
-from attnmon.metrics._selection import _Group
+from attnmon.metrics._group import _Group
 from attnmon.types import AttentionCall
 
 __all__ = ["Vectors", "positions_seen"]

@@ -12,7 +12,7 @@ For an engine that wants several quantities of the same rows, `selection_statist
 selection in one pass (fields by name), `jacobian_norms` several norms of the softmax
 Jacobian from one sort, and `entropy_statistics` all that follows from the entropy. Pass
 rows that share their keys as ``weights (batch, heads, rows, n)`` with ``vectors (batch, heads, 1, n, d)``: such groups
-are computed with matrix products. Temporaries stay about `attnmon.metrics._selection._BUDGET`. On a CPU some rows are
+are computed with matrix products. Temporaries stay about `attnmon.metrics._group._BUDGET`. On a CPU some rows are
 computed again where rounding could show, which needs their count; on CUDA float32 rows are computed in float64, and
 nothing makes the host wait for the device (but for the bounds of Theorem 2).
 """

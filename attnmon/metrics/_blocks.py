@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics._checks import _check_floating, _check_mask, _check_top_n
-from attnmon.metrics._selection import _GATHERED, _Block, _block_elements, _Group
+from attnmon.metrics._group import _block_elements, _Group
+from attnmon.metrics._selection import _GATHERED, _Block
 
 __all__: list[str] = []
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics._blocks import _over_rows
-from attnmon.metrics._selection import _Block, _Group
+from attnmon.metrics._group import _Group
+from attnmon.metrics._selection import _Block
 from attnmon.metrics.distance import _distance_update
 
 __all__ = ["CONSECUTIVE_FIELDS", "consecutive_distances"]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._checks import _check_positive, _hidden_scores
-from attnmon.metrics._selection import _block_elements, _top_candidates
+from attnmon.metrics._group import _block_elements
+from attnmon.metrics._selection import _top_candidates
 
 __all__ = ["SoftmaxJacobianNorm", "jacobian_norms", "softmax_jacobian_norm"]
 

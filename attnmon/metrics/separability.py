@@ -12,8 +12,9 @@ from torch import Tensor
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._blocks import _over_blocks
 from attnmon.metrics._checks import _check_top_n
+from attnmon.metrics._group import _block_elements
 from attnmon.metrics._pairs import EXACT_COMPONENTS, UNIT, _add, _exact_product, _multiply, _Pair, _subtract, _sum
-from attnmon.metrics._selection import _Block, _block_elements, _unit_roundoff
+from attnmon.metrics._selection import _Block, _unit_roundoff
 
 __all__ = ["Separability", "SeparabilityRatio", "separability"]
 

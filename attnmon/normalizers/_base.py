@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmon.metrics._base import _state_dtype
 from attnmon.metrics._checks import _check_positive, _visible_scores
-from attnmon.metrics._selection import _block_elements
+from attnmon.metrics._group import _block_elements
 from attnmon.metrics.jacobian import _check_norm
 
 __all__ = ["Normalizer"]

@@ -12,7 +12,7 @@ import torch
 
 from attnmon import functional as F
 from attnmon.metrics import jacobian_norms, selection_statistics
-from attnmon.metrics._selection import _Group
+from attnmon.metrics._group import _Group
 from attnmon.metrics._walk import consecutive_distances
 
 KINDS = (

@@ -137,7 +137,7 @@ def test_sharing_vectors_changes_nothing() -> None:
 
 
 def test_one_pass_equals_the_separate_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    import attnmon.metrics._selection as module
+    import attnmon.metrics._group as module
 
     weights, scores, _ = sample(1, 3, 4)
     vectors = torch.randn(3, 1, 20, 4, dtype=torch.float64)
