@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attnmon.agreement import contradicts, full_precision
 from attnmon.analysis.language_model import check_padding, check_tokens, logits_of, model_options, next_token_loss
+from attnmon.analysis.look import count_sinks
 from attnmon.capture import attach, describe_search, find_attention, named_layers
 from attnmon.masks import masked_softmax
 from attnmon.metrics._checks import _check_flag, _check_positive, _check_top_n
@@ -377,11 +378,8 @@ def _keep_largest(weights: Tensor, top_n: int) -> Tensor:
 
 def _order(call: AttentionCall) -> tuple[int, int] | None:
     """How far the keys' positions run ahead of their indices, and where sinks begin; None if causal by its flag."""
-    q_len, kv_len = call.query.shape[2], call.key.shape[2]
-    keys = kv_len
-    if kv_len > q_len and not bool(call.key[:, :, q_len:].any()) and not bool(call.value[:, :, q_len:].any()):
-        keys = q_len  # sinks, which have no position
-    ahead = keys - q_len
+    keys = call.key.shape[2] - count_sinks(call)  # sinks have no position
+    ahead = keys - call.query.shape[2]
     return None if call.causal_offset is not None and call.causal_offset <= ahead else (ahead, keys)
 
 

@@ -15,7 +15,18 @@ from attnmon.capture import attach, describe_search
 from attnmon.rows import rows_at
 from attnmon.types import AttentionCall
 
-__all__ = ["LOOK", "Layer", "Look", "check_lengths", "check_tokens", "look_at", "moved", "run_model", "sinks_first"]
+__all__ = [
+    "LOOK",
+    "Layer",
+    "Look",
+    "check_lengths",
+    "check_tokens",
+    "count_sinks",
+    "look_at",
+    "moved",
+    "run_model",
+    "sinks_first",
+]
 
 LOOK = 32
 """Tokens of the first look."""
@@ -69,11 +80,18 @@ def look_at(model: nn.Module, tokens: Tensor) -> Look:
     return look
 
 
+def count_sinks(call: AttentionCall) -> int:
+    """How many of the last keys are attention sinks, which capture appends with zero keys and values."""
+    q_len, kv_len = call.query.shape[2], call.key.shape[2]
+    if kv_len <= q_len or bool(call.key[:, :, q_len:].any()) or bool(call.value[:, :, q_len:].any()):
+        return 0
+    return kv_len - q_len
+
+
 def sinks_first(call: AttentionCall) -> tuple[AttentionCall, int]:
     """The call with its attention sinks, which capture appends as zero keys, at the front, and how many they are."""
-    q_len, kv_len = call.query.shape[2], call.key.shape[2]
-    sinks = kv_len - q_len
-    if sinks <= 0 or bool(call.key[:, :, q_len:].any()) or bool(call.value[:, :, q_len:].any()):
+    sinks = count_sinks(call)
+    if not sinks:
         return call, 0
     mask = call.attn_mask
 

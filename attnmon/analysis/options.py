@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnmon.metrics._checks import _check_positive
 from attnmon.normalizers import normalizer_from_name
 
 __all__ = ["CONVENTIONS", "TASKS", "VECTORS", "AnalysisOptions"]
@@ -96,7 +97,8 @@ class AnalysisOptions:
         for name, least in (("critical_top_n", 1), ("seed", 0)):
             object.__setattr__(self, name, _whole(name, (getattr(self, name),), least)[0])
         for name in ("temperatures", "epsilons"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            values, _ = _check_positive(name, _sequence(name, getattr(self, name)))
+            object.__setattr__(self, name, tuple(sorted(set(values))))
         object.__setattr__(self, "tasks", tuple(task for task in TASKS if task in self.tasks))
         if self.rows != "all":
             if isinstance(self.rows, str):
@@ -137,24 +139,6 @@ def _whole(name: str, values: Iterable[Any], least: int) -> tuple[int, ...]:
             ) from None
         if given[-1] < least:
             raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
-    if not given:
-        raise ValueError(f"Expected `{name}` to hold at least one number, but got none.")
-    return tuple(sorted(set(given)))
-
-
-def _positive(name: str, values: Iterable[Any]) -> tuple[float, ...]:
-    given = []
-    for value in _sequence(name, values):
-        try:
-            if isinstance(value, (bool, str)):
-                raise TypeError
-            given.append(float(value))
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"Expected `{name}` to hold numbers, but got {value!r} of type {type(value).__name__}."
-            ) from None
-        if not 0 < given[-1] < float("inf"):
-            raise ValueError(f"Expected `{name}` to be positive and finite, but got {value}.")
     if not given:
         raise ValueError(f"Expected `{name}` to hold at least one number, but got none.")
     return tuple(sorted(set(given)))
