@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmon.metrics import score_max
 from attnmon.rows import RowBatch, take_rows
 
-__all__ = ["contradicts", "full_precision"]
+__all__ = ["contradicts", "disagrees", "full_precision", "value_size"]
 
 # How far the output recomputed from the captured arguments may be from the module's own, relative to the largest
 # visible value: rounding of the weights in the model's dtype stays well below, a forgotten bias, cap or mask does not.
@@ -20,23 +20,46 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 _TF32_TOLERANCE = 5e-3  # float32 products on other devices than the CPU may keep 10 bits of the mantissa
 
 
-def contradicts(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
-    """Whether the module's own attention output is not the one that the captured arguments give."""
-    own = take_rows(output.detach(), batch.positions).to(batch.values.dtype)
-    recomputed = batch.per_head(weights @ batch.values)
+def contradicts(
+    output: Tensor, batch: RowBatch, recomputed: Tensor, largest: Tensor, size: Tensor | None = None
+) -> Tensor:
+    """Whether the module's own attention output is not the one that the captured arguments give.
+
+    Args:
+        output: ``(sequences, num_heads, q_len, v_head_dim)`` of all sequences of the call.
+        batch: The rows.
+        recomputed: ``(batch, num_heads, rows, v_head_dim)``, weights times values.
+        largest: ``(batch, num_heads, rows)``, the largest absolute score of each row, bias and all; NaN where a row
+            sees nothing.
+        size: `value_size` of the values, if it is known.
+
+    Returns:
+        A bool scalar.
+    """
+    own = take_rows(output.detach()[batch.sequences], batch.positions).to(recomputed.dtype)
     error = (own - recomputed).abs().amax(dim=-1)
     usable = batch.finite & (batch.weight > 0)[:, None]
-    values = batch.values.flatten(-2)
-    size = torch.maximum(values.amax(-1), -values.amin(-1))
-    size = size.repeat_interleave(batch.num_heads // batch.values.shape[1], dim=1)
+    size = value_size(batch.values) if size is None else size
+    size = size.repeat_interleave(batch.num_heads // size.shape[1], dim=1)
     tolerance = _TOLERANCE.get(output.dtype, 5e-2)
     if output.dtype == torch.float32 and output.device.type != "cpu":
         tolerance = _TF32_TOLERANCE
     # The larger the scores, the more of them is lost to rounding before the softmax sees it.
-    logits = batch.per_head(score_max(batch.logits, mask=batch.mask))  # NaN for a row that sees nothing: not usable
     rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps)
-    limit = (tolerance + 8 * rounding * logits) * size[:, :, None]
+    limit = (tolerance + 8 * rounding * largest) * size[:, :, None]
     return (usable & (error > limit)).any()
+
+
+def value_size(values: Tensor) -> Tensor:
+    """The largest absolute value of each head, (batch, num_kv_heads)."""
+    flat = values.flatten(-2)
+    return torch.maximum(flat.amax(-1), -flat.amin(-1))
+
+
+def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
+    """`contradicts` for rows of which only the weights are there, ``(batch, num_kv_heads, group * rows, n)``."""
+    largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
+    return contradicts(output, batch, batch.per_head(weights @ batch.values), largest)
 
 
 @contextmanager

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from attnmon import functional as F
-from attnmon.metrics import entropy_statistics, jacobian_norms, selection_statistics
+from attnmon.masks import masked_softmax
+from attnmon.metrics import entropy_statistics, jacobian_norms, score_max, selection_statistics
+from attnmon.metrics._together import Carried, Scratch, row_figures
 from attnmon.rows import RowBatch
 
-__all__ = ["ALL", "DEFAULT", "Column", "expand_quantities", "measure"]
+__all__ = ["ALL", "DEFAULT", "Column", "Measured", "Measurer", "expand_quantities"]
 
 _PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     # name -> (scores without bias, weights, mask) -> one number per row
@@ -42,6 +44,7 @@ _TOP_N = {  # name -> field of `selection_statistics`
 _BARE = (*_ENTROPY, *_PLAIN)  # names without an argument
 _JACOBIAN = {"jacobian": "spectral", "jacobian_frobenius": "frobenius", "jacobian_max": "max"}
 _SENSITIVITY = "sensitivity"
+_FIELDS = _TOP_N | _JACOBIAN
 
 ALL = (*_BARE, *_TOP_N, *_JACOBIAN, _SENSITIVITY)
 DEFAULT = (
@@ -152,30 +155,120 @@ def _expand(
         raise ValueError(f"Expected {base!r} in `quantities` to carry {form}, but got {name!r}.") from None
 
 
-def measure(
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What `measure` makes of some rows.
+
+    Attributes:
+        values: ``(len(columns), batch, num_heads, rows)``, NaN where a row has no such figure.
+        output: ``(batch, num_heads, rows, v_head_dim)``, the weighted sum of the values.
+        largest: ``(batch, num_heads, rows)``, the largest absolute score, bias and all; NaN for a row that sees
+            nothing.
+    """
+
+    values: Tensor
+    output: Tensor
+    largest: Tensor
+
+
+class Measurer:
+    """Makes one number per row for every column, of one chunk of rows after the other.
+
+    Args:
+        columns: What to measure.
+        generator: For the random directions of the sensitivity.
+    """
+
+    def __init__(self, columns: Sequence[Column], generator: torch.Generator) -> None:
+        self.columns = columns
+        self.generator = generator
+        self._bases = {column.base for column in columns}
+        self._sizes = sorted({column.top_n for column in columns if column.top_n is not None})
+        self._multiples = sorted({c.temperature for c in columns if c.base in _JACOBIAN and c.temperature is not None})
+        self._scratch = Scratch()
+        self._carried: tuple[Tensor, Carried] | None = None
+
+    def measure(self, batch: RowBatch, *, temperature: float, vectors: Tensor | None) -> Measured:
+        """Measure a chunk.
+
+        Args:
+            batch: The rows. Their scores are overwritten.
+            temperature: The model's own, so that Jacobian norms are those with respect to the raw scores.
+            vectors: What the keys of the call carry: ``(batch, num_kv_heads or 1, kv_len, d)``; None if there is no
+                such thing.
+        """
+        known = self._together(batch, vectors)
+        weights = masked_softmax(batch.logits, batch.mask) if known is None else known["weights"]
+        measured = {} if known is None else self._named(known)
+        # Views of a chunk's scores: what is the same for all rows is there once.
+        n = batch.logits.shape[-1]
+        carried = None if vectors is None else vectors[:, :, None, :n]
+        left = [column for column in self.columns if column not in measured]
+        measured |= _measure(batch, weights, left, temperature, carried, self.generator)
+        for column in self.columns:
+            if column.base in _JACOBIAN:  # the logits are the raw scores over the temperature, hence the norm times it
+                measured[column] = measured[column] / temperature
+        nothing = torch.full_like(batch.logits[..., 0], float("nan"))
+        values = torch.stack([batch.per_head(measured.get(column, nothing)) for column in self.columns])
+        own = known is not None and "output" in known and vectors is batch.all_values
+        output = known["output"].view(*batch.logits.shape[:3], -1) if own and known else weights @ batch.values
+        largest = known["score_max"].view(batch.logits.shape[:3]) if known else score_max(batch.logits, mask=batch.mask)
+        return Measured(values, batch.per_head(output), batch.per_head(largest))
+
+    def _together(self, batch: RowBatch, vectors: Tensor | None) -> dict[str, Tensor] | None:
+        """What can be made in one pass, ``(batch * num_kv_heads, group * rows)`` each and the weights as they are."""
+        logits = batch.logits
+        if logits.device.type != "cpu" or logits.dtype != torch.float32 or batch.scores is not logits:
+            return None
+        shape = logits.shape
+        sizes = [size for size in self._sizes if size < shape[-1]]
+        carried = None
+        if vectors is not None and sizes and vectors.dtype == torch.float32:
+            if self._carried is None or self._carried[0] is not vectors:
+                whole = vectors.expand(-1, shape[1], -1, -1).flatten(0, 1)
+                self._carried = (vectors, Carried(whole, self._scratch))
+            carried = self._carried[1]
+        found = row_figures(
+            logits.flatten(0, 1),
+            batch.mask.flatten(0, 1),
+            carried,
+            self._scratch,
+            top_n=sizes,
+            temperatures=self._multiples,
+            want={_FIELDS.get(base, base) for base in self._bases},
+        )
+        if found is not None:
+            found["weights"] = found["weights"].view(shape)
+        return found
+
+    def _named(self, found: dict[str, Tensor]) -> dict[Column, Tensor]:
+        shape = found["weights"].shape
+        sizes = [size for size in self._sizes if size < shape[-1]]
+        named = {}
+        for column in self.columns:
+            field = found.get(_FIELDS.get(column.base, column.base))
+            if field is None:
+                continue
+            if column.top_n is not None:
+                if column.top_n not in sizes:
+                    continue
+                field = field[..., sizes.index(column.top_n)]
+            elif column.temperature is not None:
+                field = field[..., self._multiples.index(column.temperature)]
+            named[column] = field.reshape(shape[:3])
+        return named
+
+
+def _measure(
     batch: RowBatch,
     weights: Tensor,
     columns: Sequence[Column],
-    *,
     temperature: float,
     vectors: Tensor | None,
     generator: torch.Generator,
-) -> Tensor:
-    """One number per row for every column.
-
-    Args:
-        batch: The rows.
-        weights: ``(batch, num_kv_heads, group * rows, n)`` weights at the model's own temperature.
-        columns: What to measure.
-        temperature: The model's own temperature, so that Jacobian norms are those with respect to the raw scores.
-        vectors: What the keys carry: ``(batch, num_kv_heads or 1, 1, n, d)``; None if there is no such thing.
-        generator: For the random directions of the sensitivity.
-
-    Returns:
-        ``(len(columns), batch, num_heads, rows)``, NaN where a row has no such figure.
-    """
+) -> dict[Column, Tensor]:
+    """One number per row, ``(batch, num_kv_heads, group * rows)``, for each column that rows over these keys have."""
     n = batch.logits.shape[-1]
-    nothing = torch.full_like(batch.logits[..., 0], float("nan"))
     measured: dict[Column, Tensor] = {}
     if any(column.base in _ENTROPY for column in columns):
         statistics = entropy_statistics(weights, mask=batch.mask)
@@ -196,9 +289,7 @@ def measure(
         norms = jacobian_norms(batch.logits, multiples, mask=batch.mask, norms=wanted)
         for column in columns:
             if column.base in _JACOBIAN and column.temperature is not None:
-                # The logits are the raw scores over the model's temperature, hence the norm times it.
-                norm = norms[_JACOBIAN[column.base]][..., multiples.index(column.temperature)]
-                measured[column] = norm / temperature
+                measured[column] = norms[_JACOBIAN[column.base]][..., multiples.index(column.temperature)]
     for column in columns:
         if column.base == _SENSITIVITY and column.temperature is not None and column.epsilon is not None:
             measured[column] = F.finite_difference_sensitivity(
@@ -208,4 +299,4 @@ def measure(
                 mask=batch.mask,
                 generator=generator,
             )
-    return torch.stack([batch.per_head(measured.get(column, nothing)) for column in columns])
+    return measured

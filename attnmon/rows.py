@@ -21,9 +21,9 @@ __all__ = ["RowBatch", "RowSampler", "all_rows", "row_batches", "rows_at"]
 
 # Bound for one chunk's scores, in elements; the metrics' temporaries are a small multiple of it.
 _CHUNK_ELEMENTS = 8_000_000
-# On a CPU the rows of a causal call are taken in blocks of about this many scores, each without the keys that none of
-# its rows can see: that saves nearly half of the work, and a block's arrays stay in the cache.
-_CAUSAL_ELEMENTS = 300_000
+# On a CPU rows are taken in blocks of about this many scores, whose arrays stay in the cache; those of a causal call
+# without the keys that none of the block's rows can see, which saves nearly half of the work.
+_CACHED_ELEMENTS = 400_000
 
 
 class RowSampler:
@@ -112,7 +112,9 @@ class RowBatch:
             scaled, capped, with bias (meaningless where the mask hides a key).
         scores: Same shape: the same without bias, the scaled dot products themselves.
         mask: Same shape, True = visible.
-        values: ``(batch, num_kv_heads, n, v_head_dim)``.
+        all_values: ``(batch, num_kv_heads, kv_len, v_head_dim)`` of all keys of the call; chunks of the same sequences
+            have the same tensor.
+        sequences: Which sequences of the call these are.
         positions: ``(batch, rows)`` query positions.
         weight: ``(batch, rows)`` number of valid positions each row stands for; 0 = not a row.
         finite: ``(batch, num_heads, rows)`` bool, False where a visible key has a NaN or infinite score.
@@ -122,11 +124,17 @@ class RowBatch:
     logits: Tensor
     scores: Tensor
     mask: Tensor
-    values: Tensor
+    all_values: Tensor
+    sequences: slice
     positions: Tensor
     weight: Tensor
     finite: Tensor
     num_heads: int
+
+    @property
+    def values(self) -> Tensor:
+        """``(batch, num_kv_heads, n, v_head_dim)``."""
+        return self.all_values[:, :, : self.logits.shape[-1]]
 
     def per_head(self, values: Tensor) -> Tensor:
         """``(batch, num_kv_heads, group * rows, ...)`` to ``(batch, num_heads, rows, ...)``."""
@@ -134,7 +142,7 @@ class RowBatch:
         return values.reshape(batch, self.num_heads, rows, *values.shape[3:])
 
 
-def row_batches(call: AttentionCall, sampler: RowSampler) -> Iterator[RowBatch]:
+def row_batches(call: AttentionCall, sampler: RowSampler, *, apart: bool = False) -> Iterator[RowBatch]:
     """The sampled rows of a call, in chunks of bounded size, each over the first keys up to the last that may be seen.
 
     Must run under ``no_grad`` and outside autocast.
@@ -142,22 +150,46 @@ def row_batches(call: AttentionCall, sampler: RowSampler) -> Iterator[RowBatch]:
     Args:
         call: The call, already restricted to the sampler's sequences.
         sampler: Says which rows.
+        apart: Sequences one by one where that is faster, on a CPU.
     """
     batch, _, q_len, _ = call.query.shape
     positions, weight = sampler.positions(batch, q_len, call.valid, call.query.device)
     dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     key = call.key.detach().to(dtype)
     value = call.value.detach().to(dtype)
-    per_row = batch * call.num_heads * key.shape[-2]
-    trim = call.causal_offset is not None and positions.device.type == "cpu"  # elsewhere the host would have to wait
-    most = min(_CAUSAL_ELEMENTS, _CHUNK_ELEMENTS) if trim else _CHUNK_ELEMENTS
-    step = max(1, min(positions.shape[1], most // max(1, per_row)))
-    for start in range(0, positions.shape[1], step):
-        part = slice(start, start + step)
-        keys = key.shape[2]
-        if call.causal_offset is not None and trim and step < positions.shape[1]:
-            keys = min(keys, max(1, int(positions[:, part].max()) + call.causal_offset + 1))
-        yield _rows_at(call, key[:, :, :keys], value[:, :, :keys], positions[:, part], weight[:, part])
+    on_cpu = positions.device.type == "cpu"
+    together = 1 if apart and on_cpu else max(1, batch)
+    trim = on_cpu and (call.causal_offset is not None or apart)  # elsewhere the host would have to wait
+    most = min(_CACHED_ELEMENTS, _CHUNK_ELEMENTS) if trim or (apart and on_cpu) else _CHUNK_ELEMENTS
+    step = max(1, min(positions.shape[1], most // max(1, together * call.num_heads * key.shape[-2])))
+    for first in range(0, batch, together):
+        some = slice(first, first + together)
+        part_of = call if together == batch else _sequences(call, some)
+        keys, values = key[some], value[some]
+        for start in range(0, positions.shape[1], step):
+            rows = (some, slice(start, start + step))
+            seen = _last_seen(part_of, positions[rows]) if trim and step < positions.shape[1] else keys.shape[2]
+            yield _rows_at(part_of, keys[:, :, :seen], values, positions[rows], weight[rows], some)
+
+
+def _last_seen(call: AttentionCall, positions: Tensor) -> int:
+    """How many of the first keys hold all that the rows at these positions see."""
+    seen = call.key.shape[2]
+    if call.causal_offset is not None:
+        seen = min(seen, int(positions.max()) + call.causal_offset + 1)
+    mask = call.attn_mask
+    if mask is not None and mask.shape[1] == 1 and mask.shape[2] > 1 and mask.shape[3] == call.key.shape[2]:
+        rows = take_rows(mask.detach().expand(positions.shape[0], -1, -1, -1), positions)
+        visible = (rows if rows.dtype == torch.bool else ~hides(rows)).flatten(0, -2).any(0)
+        seen = min(seen, int(visible.nonzero()[-1]) + 1 if bool(visible.any()) else 1)
+    return max(1, seen)
+
+
+def _sequences(call: AttentionCall, some: slice) -> AttentionCall:
+    mask = call.attn_mask
+    if mask is not None and mask.shape[0] == call.query.shape[0]:
+        mask = mask[some]
+    return replace(call, query=call.query[some], key=call.key[some], value=call.value[some], attn_mask=mask)
 
 
 def all_rows(call: AttentionCall) -> Iterator[RowBatch]:
@@ -181,8 +213,9 @@ def rows_at(call: AttentionCall, positions: Tensor, keys: int) -> RowBatch:
     """
     dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     key, value = (tensor[:, :, :keys].detach().to(dtype) for tensor in (call.key, call.value))
-    positions = positions.expand(call.query.shape[0], -1)
-    return _rows_at(call, key, value, positions, torch.ones_like(positions, dtype=torch.float32))
+    batch = call.query.shape[0]
+    positions = positions.expand(batch, -1)
+    return _rows_at(call, key, value, positions, torch.ones_like(positions, dtype=torch.float32), slice(0, batch))
 
 
 def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -191,7 +224,9 @@ def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor[sequence, :, positions].transpose(1, 2)
 
 
-def _rows_at(call: AttentionCall, key: Tensor, value: Tensor, positions: Tensor, weight: Tensor) -> RowBatch:
+def _rows_at(
+    call: AttentionCall, key: Tensor, values: Tensor, positions: Tensor, weight: Tensor, sequences: slice
+) -> RowBatch:
     batch, heads, _, head_dim = call.query.shape
     kv_heads, n = key.shape[1], key.shape[2]
     rows = positions.shape[1]
@@ -213,21 +248,30 @@ def _rows_at(call: AttentionCall, key: Tensor, value: Tensor, positions: Tensor,
             hidden = hides(mask)
             visible = visible & ~hidden
             # without the numbers that hide: a sum over them could overflow
-            logits = logits + mask.to(logits.dtype).masked_fill(hidden, 0.0)
+            bias = mask.to(logits.dtype).masked_fill(hidden, 0.0)
+            if bias.device.type != "cpu" or bool(bias.any()):  # most masks only hide
+                logits = logits + bias
     if call.causal_offset is not None:
         last = positions + call.causal_offset
         visible = visible & (torch.arange(n, device=key.device) <= last[:, None, :, None])
-    visible = visible.expand(batch, heads, rows, n)
+    group = heads // kv_heads
+    if visible.shape[1] == 1:  # what is the same for all heads is not copied for each
+        shown = visible.expand(batch, 1, rows, n).repeat(1, 1, group, 1).expand(batch, kv_heads, group * rows, n)
+    else:
+        shown = visible.expand(batch, heads, rows, n).reshape(batch, kv_heads, group * rows, n)
     if logits.device.type == "cpu" and bool(logits.sum().isfinite()):  # a sum is far faster there than a look at each
         finite = torch.ones(batch, heads, rows, dtype=torch.bool)
     else:
         finite = (torch.isfinite(logits) | ~visible).all(dim=-1)
-    shape = (batch, kv_heads, heads // kv_heads * rows, n)
+    shape = (batch, kv_heads, group * rows, n)
+    plain = scores is logits
+    logits = logits.reshape(shape)
     return RowBatch(
-        logits=logits.reshape(shape),
-        scores=scores.reshape(shape),
-        mask=visible.reshape(shape),
-        values=value,
+        logits=logits,
+        scores=logits if plain else scores.reshape(shape),
+        mask=shown,
+        all_values=values,
+        sequences=sequences,
         positions=positions,
         weight=weight,
         finite=finite,

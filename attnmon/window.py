@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attnmon.agreement import contradicts, full_precision
+from attnmon.agreement import contradicts, full_precision, value_size
 from attnmon.capture import Attachment, attach
-from attnmon.masks import masked_softmax
-from attnmon.quantities import Column, measure
+from attnmon.quantities import Column, Measurer
 from attnmon.rows import RowSampler, row_batches
 from attnmon.sums import LayerSums
 from attnmon.types import AttentionCall
@@ -53,6 +52,7 @@ class Window:
         self.sampler = sampler
         self.sums: dict[str, LayerSums] = {}
         self.not_measured: dict[str, str] = {}
+        self._measurer = Measurer(options.columns, sampler.generator)
         self._wanted = wanted
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
         context = {"labels"} if options.tokens == "labelled" else set()
@@ -125,31 +125,25 @@ class Window:
                 f"it was called with {sums.data.shape[1]} and then with {call.num_heads} heads in one step"
             )
             return
-        vectors = self._vectors(call)
+        own = self.options.vectors == "value"
+        vectors = None if own else self._vectors(call)
+        sequences, carried, size = None, None, None
         nonfinite = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
         mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
-        for batch in row_batches(call, self.sampler):
-            weights = masked_softmax(batch.logits, batch.mask)
-            carried = batch.values[:, :, None] if self.options.vectors == "value" else vectors
-            values = measure(
-                batch,
-                weights,
-                self.options.columns,
-                temperature=call.temperature,
-                vectors=None if carried is None else carried[..., : weights.shape[-1], :],
-                generator=self.sampler.generator,
-            )
-            sums.add_rows(values, batch.weight)
+        for batch in row_batches(call, self.sampler, apart=True):
+            if batch.sequences != sequences:  # what the rows of a sequence share is made once
+                sequences, size = batch.sequences, value_size(batch.all_values)
+                carried = batch.all_values if own else None if vectors is None else vectors[batch.sequences]
+            measured = self._measurer.measure(batch, temperature=call.temperature, vectors=carried)
+            sums.add_rows(measured.values, batch.weight)
             nonfinite += (~batch.finite & (batch.weight > 0)[:, None]).sum(dim=(0, 2))
             if call.output is not None:
-                mismatch |= contradicts(call.output, batch, weights)
+                mismatch |= contradicts(call.output, batch, measured.output, measured.largest, size)
         padding = torch.zeros((), device=call.query.device) if call.valid is None else (~call.valid.bool()).sum()
         sums.add_call(nonfinite, mismatch, padding, call.temperature)
 
     def _vectors(self, call: AttentionCall) -> Tensor | None:
-        """What the keys carry, where that is not the head's own values: (batch, 1, 1, n, d), shared by all heads."""
-        if self.options.vectors == "value":
-            return None
+        """What the keys carry, where that is not the head's own values: (batch, 1, n, d), shared by all heads."""
         vectors = call.hidden if self.options.vectors == "hidden" else call.embedding
         if vectors is None:
             self.not_measured[call.layer] = (
@@ -160,7 +154,7 @@ class Window:
         vectors = vectors.detach().to(torch.float64 if vectors.dtype == torch.float64 else torch.float32)
         if self.options.normalize_vectors:
             vectors = nn.functional.normalize(vectors, dim=-1)
-        return vectors[:, None, None]
+        return vectors[:, None]
 
 
 def silent_layers(found: Sequence[str], window: Window) -> list[str]:

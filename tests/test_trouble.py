@@ -70,13 +70,13 @@ class TestTrouble:
 
     def test_an_error_inside_costs_one_warning_and_switches_off(self, monkeypatch):
         model, batches = tiny_gpt2(), token_batches(3)
-        monkeypatch.setattr("attnmon.window.measure", lambda *a, **k: 1 / 0)
+        monkeypatch.setattr("attnmon.window.Measurer.measure", lambda *a, **k: 1 / 0)
         with watch(model, 1) as monitor, pytest.warns(UserWarning, match="(?s)off.*ZeroDivisionError") as caught:
             for batch in batches:
                 model(**batch).loss.backward()
                 assert monitor.step() is None
         assert len(caught) == 1
-        monkeypatch.setattr("attnmon.window.measure", lambda *a, **k: 1 / 0)
+        monkeypatch.setattr("attnmon.window.Measurer.measure", lambda *a, **k: 1 / 0)
         with watch(model, 1, strict=True) as monitor, pytest.raises(ZeroDivisionError):
             model(**batches[0])
         assert torch.overrides._len_torch_function_stack() == 0

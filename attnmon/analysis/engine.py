@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnmon.agreement import contradicts, full_precision
+from attnmon.agreement import disagrees, full_precision
 from attnmon.analysis.look import LOOK, Look, check_lengths, check_tokens, look_at, moved, run_model, sinks_first
 from attnmon.analysis.options import AnalysisOptions
 from attnmon.analysis.parts import Part, Parts, digest_model, digest_tokens
@@ -337,7 +337,7 @@ class _Engine:
         )
         batch = rows_at(part, positions, keys)
         weights = masked_softmax(batch.logits, batch.mask)
-        if part.output is not None and bool(contradicts(part.output, batch, weights)):
+        if part.output is not None and bool(disagrees(part.output, batch, weights)):
             self._give_up(call.layer)
             return None
         logits, shown = _per_head(batch, batch.logits), _per_head(batch, batch.mask)

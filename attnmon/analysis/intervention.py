@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from attnmon.agreement import contradicts, full_precision
+from attnmon.agreement import disagrees, full_precision
 from attnmon.analysis.language_model import check_padding, check_tokens, logits_of, model_options, next_token_loss
 from attnmon.analysis.look import count_sinks
 from attnmon.capture import attach, describe_search, find_attention, named_layers
@@ -338,7 +338,7 @@ class _Truncation:
             rows = slice(start, start + batch.positions.shape[1])
             start = rows.stop
             weights = masked_softmax(batch.logits, batch.mask)
-            wrong |= contradicts(output, batch, weights)
+            wrong |= disagrees(output, batch, weights)
             if order is not None:
                 behind |= _sees_behind(call, batch, *order)
             visible = batch.per_head(batch.mask.sum(dim=-1))  # (batch, num_heads, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -21,6 +22,25 @@ def _block_elements(device: torch.device, dtype: torch.dtype) -> int:
     return _BUDGET.get(device.type, _BUDGET_DEVICE) // dtype.itemsize
 
 
+class _Scratch:
+    """Memory for the large temporaries of one block of rows after the other, by name.
+
+    Fresh memory costs a page fault per 4 KiB, which is as much as the arithmetic of one pass over it. Whoever takes a
+    name again overwrites what was there.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int, like: Tensor) -> Tensor:
+        """An uninitialised tensor of this shape, in the dtype and on the device of `like`."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
+            buffer = self._buffers[name] = like.new_empty(size)
+        return buffer[:size].view(shape)
+
+
 class _Group:
     """Vectors of a few groups of rows, (G, n, d), and what depends on them alone.
 
@@ -29,10 +49,18 @@ class _Group:
         direct: Small differences may be looked for, and computed again.
         dense: Distances and products of all pairs, (G, n, n), may be kept; without, they are made row by row.
         whole: A group over more keys of which these are the first: what it has made is not made again.
+        scratch: Memory for the temporaries of these rows; None: each takes its own.
     """
 
-    def __init__(self, vectors: Tensor, direct: bool, dense: bool = True, whole: _Group | None = None) -> None:
-        self.direct, self.dense, self._whole = direct, dense, whole
+    def __init__(
+        self,
+        vectors: Tensor,
+        direct: bool,
+        dense: bool = True,
+        whole: _Group | None = None,
+        scratch: _Scratch | None = None,
+    ) -> None:
+        self.direct, self.dense, self._whole, self._scratch = direct, dense, whole, scratch
         self.squares: Tensor
         self.broken: Tensor
         self.any_broken: bool
@@ -42,7 +70,10 @@ class _Group:
             self.any_broken = whole.any_broken
             return
         # sum of squares over each key's own row: the same for identical keys, wherever they stand
-        self.squares = (vectors * vectors).sum(-1)  # (G, n)
+        room = (
+            vectors.new_empty(vectors.shape) if scratch is None else scratch.take("keys", *vectors.shape, like=vectors)
+        )
+        self.squares = torch.mul(vectors, vectors, out=room).sum(-1)  # (G, n)
         self.broken = ~self.squares.isfinite()
         if not direct or bool(self.broken.any()):
             vectors = torch.where(self.broken[..., None], 0.0, vectors)
@@ -56,7 +87,19 @@ class _Group:
         """The first n keys of each group."""
         if n == self.vectors.shape[1]:
             return self
-        return _Group(self.vectors[:, :n], self.direct, self.dense, self._whole or self)
+        return _Group(self.vectors[:, :n], self.direct, self.dense, self._whole or self, self._scratch)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised tensor in the dtype of the vectors; the next one of this name may take its place."""
+        if self._scratch is None:
+            return self.vectors.new_empty(shape)
+        return self._scratch.take(name, *shape, like=self.vectors)
+
+    @property
+    def table(self) -> tuple[Tensor, int]:
+        """The vectors of all groups one below the other, (rows, d), and how many rows each group takes."""
+        vectors = self.vectors if self._whole is None else self._whole.vectors
+        return vectors.reshape(-1, vectors.shape[-1]), vectors.shape[1]
 
     def select(self, groups: slice) -> _Group:
         """Some of the groups."""
@@ -67,6 +110,8 @@ class _Group:
     @cached_property
     def norms(self) -> Tensor:
         """``||x_j||``, (G, n)."""
+        if self._whole is not None:
+            return self._whole.norms[:, : self.vectors.shape[1]]
         return self.squares.sqrt()
 
     @cached_property

@@ -83,6 +83,34 @@ class _Block:
             weights = torch.where(usable[..., None], weights, 0.0)
         self.weights, self.visible, self.usable, self.count = weights, visible, usable, count
 
+    @classmethod
+    def prepared(
+        cls,
+        weights: Tensor,
+        group: _Group,
+        visible: Tensor,
+        shown: Tensor,
+        ragged: slice,
+        count: Tensor,
+        top_n: tuple[int, ...],
+    ) -> _Block:
+        """A block of which everything is known to be finite and every row to see a key.
+
+        Args:
+            weights: (G, R, n), 0 where a key is not visible.
+            group: The vectors.
+            visible: (G, R, n) bool.
+            shown: The same as 0.0 and 1.0, (1 or G, R, n).
+            ragged: The keys that not every row sees.
+            count: (G, R) number of visible keys, in the dtype of the weights.
+            top_n: the K values of N.
+        """
+        block = cls.__new__(cls)
+        block.group, block.top_n, block.n = group, top_n, weights.shape[-1]
+        block.weights, block.visible, block.shown, block.ragged, block.count = weights, visible, shown, ragged, count
+        block.usable = torch.ones_like(count, dtype=torch.bool)
+        return block
+
     # Per N: (G, R, K) of something (G, R), or (1, 1, K).
     @cached_property
     def sizes(self) -> Tensor:
@@ -95,24 +123,24 @@ class _Block:
         return self.usable[..., None] & (self.count[..., None] > self.sizes)
 
     @cached_property
-    def _ranked(self) -> tuple[Tensor, Tensor]:
+    def ranked(self) -> tuple[Tensor, Tensor]:
         keys = self.weights if self.shown is None else self.weights + (self.shown - 1)  # -1 where invisible
         return _top_keys(keys, max(self.top_n) + 1, self.group.direct)
 
     @cached_property
     def order(self) -> Tensor:
         """Indices of the keys with the largest weights, (G, R, max N), ties to the lower index."""
-        return self._ranked[1][..., :-1]
+        return self.ranked[1][..., :-1]
 
     @cached_property
     def top_weights(self) -> Tensor:
         """Their weights, (G, R, max N); 0 where a row has fewer visible keys."""
-        return self._ranked[0][..., :-1].clamp_min(0)
+        return self.ranked[0][..., :-1].clamp_min(0)
 
     @cached_property
     def next_weights(self) -> Tensor:
         """The largest weight that is not selected, (G, R, K)."""
-        return self._ranked[0][..., list(self.top_n)].clamp_min(0)
+        return self.ranked[0][..., list(self.top_n)].clamp_min(0)
 
     @cached_property
     def member(self) -> Tensor:
@@ -126,8 +154,8 @@ class _Block:
         g, r, most = self.order.shape
         d = self.group.vectors.shape[-1]
         if most <= _GATHERED:
-            table = self.group.vectors.reshape(-1, d)
-            index = (self.order + torch.arange(g, device=self.order.device)[:, None, None] * self.n).reshape(-1)
+            table, stride = self.group.table
+            index = (self.order + torch.arange(g, device=self.order.device)[:, None, None] * stride).reshape(-1)
             if index.device.type == "cpu":  # one sum over the keys that each N adds to the one before
                 steps = sorted(set(self.top_n))
                 starts = torch.arange(0, g * r * most, most)[:, None] + torch.tensor([0, *steps[:-1]])
@@ -160,8 +188,9 @@ class _Block:
     def _excess(self) -> tuple[Tensor, Tensor]:
         g, r, n = self.weights.shape
         weights = self.weights
-        own = (weights * self.group.squares[:, None]).mul_(weights)
-        excess = torch.bmm((self.points * -2.0).view(g, -1, self.points.shape[-1]), self.group.vectors.mT)
+        own = torch.mul(weights, self.group.squares[:, None], out=self.group.take("own", g, r, n)).mul_(weights)
+        excess = self.group.take("keys", g, r * len(self.top_n), n)
+        torch.bmm((self.points * -2.0).view(g, -1, self.points.shape[-1]), self.group.vectors.mT, out=excess)
         excess = excess.view(g, r, -1, n)
         torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
         if self.shown is not None:  # far beyond any key, and finite, so that a later product with 0 is 0
@@ -249,7 +278,7 @@ class _Block:
     @cached_property
     def centre_dots(self) -> Tensor:
         """``x_i . c``, (G, R, n)."""
-        return torch.bmm(self.centre, self.group.vectors.mT)
+        return torch.bmm(self.centre, self.group.vectors.mT, out=self.group.take("dots", *self.weights.shape))
 
     @cached_property
     def centre_square(self) -> Tensor:
@@ -363,10 +392,16 @@ def _top_keys(keys: Tensor, k: int, direct: bool) -> tuple[Tensor, Tensor]:
     if direct and keys.dtype == torch.float32 and 8 * k <= n:
         values, index = _top_candidates(keys, k + 1)
         # topk breaks ties either way, which shows as two equal neighbours among the first k + 1
-        tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] >= 0)).any(-1)
-        if bool(tied.any()):
-            ranked = torch.sort(keys[tied], dim=-1, descending=True, stable=True)
-            values[tied], index[tied] = ranked.values[..., : k + 1], ranked.indices[..., : k + 1]
+        equal = (values[..., 1:] == values[..., :-1]) & (values[..., 1:] >= 0)
+        if bool(equal.any()):
+            tied = equal.any(-1)
+            by_index = index[tied].sort(-1)
+            ranked = values[tied].gather(-1, by_index.indices).sort(dim=-1, descending=True, stable=True)
+            values[tied], index[tied] = ranked.values, by_index.values.gather(-1, ranked.indices)
+            tied = equal[..., -1]  # here keys that are not among the first may be as large
+            if bool(tied.any()):
+                ranked = torch.sort(keys[tied], dim=-1, descending=True, stable=True)
+                values[tied], index[tied] = ranked.values[..., : k + 1], ranked.indices[..., : k + 1]
         return values[..., :k], index[..., :k]
     ranked = torch.sort(keys, dim=-1, descending=True, stable=True)
     return ranked.values[..., :k], ranked.indices[..., :k]
@@ -375,7 +410,7 @@ def _top_keys(keys: Tensor, k: int, direct: bool) -> tuple[Tensor, Tensor]:
 def _top_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`topk` in two rounds: the k columns with the largest maxima hold the k largest keys. 2-3 times as fast."""
     n = keys.shape[-1]
-    depth = min(4, n // (2 * k))
+    depth = min(round((n / k) ** 0.5), n // (2 * k))  # both rounds then look at about as many
     if depth < 2:
         values, index = keys.topk(k, dim=-1)
         return values, index

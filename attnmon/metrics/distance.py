@@ -36,7 +36,8 @@ def _distance_update(block: _Block, want: Iterable[str]) -> dict[str, Tensor]:
         "expected_lower": lambda: _expected_bounds(block)[0],
         "expected_upper": lambda: _expected_bounds(block)[1],
     }
-    return {name: made[name]() for name in want if name in made}
+    wanted = set(want)
+    return {name: make() for name, make in made.items() if name in wanted}  # the distance first: see `_expected_paper`
 
 
 def _left_out(block: _Block) -> Tensor:
@@ -51,13 +52,20 @@ def _drawn(block: _Block) -> Tensor:
 
 
 def _expected_paper(block: _Block) -> Tensor:
-    """Equation 10: ``(n - N)/n sum_i || (a_i + N/(n-1)) x_i - c ||``."""
-    k = _drawn(block)[..., None]
+    """Equation 10: ``(n - N)/n sum_i || (a_i + N/(n-1)) x_i - c ||``.
+
+    The squared norms are polynomials in ``k = N/(n-1)``, with coefficients that all N share.
+    """
+    g, r, n = block.weights.shape
+    k = _drawn(block).expand(g, r, -1)[..., None]
     a, squares = block.weights, block.group.squares[:, None]
-    scaled = a * squares - block.centre_dots
-    fixed = (scaled - block.centre_dots).mul_(a).add_(block.centre_square[..., None])
-    squared = torch.addcmul(fixed[:, :, None], k, scaled.mul_(2)[:, :, None])
-    squared = squared.addcmul_(k * k, squares[:, None])
+    own = torch.mul(a, squares, out=block.group.take("own", g, r, n))
+    linear = torch.sub(own, block.centre_dots, out=block.group.take("linear", g, r, n))
+    fixed = torch.sub(linear, block.centre_dots, out=own).mul_(a).add_(block.centre_square[..., None])
+    # The distances that this array may have held are needed no longer.
+    squared = block.group.take("keys", g, r * len(block.top_n), n).view(g, r, -1, n)
+    torch.addcmul(fixed[:, :, None], k, linear.mul_(2)[:, :, None], out=squared)
+    squared.addcmul_(k * k, squares[:, None])
     scale = block.centre_square[..., None].expand_as(block.defined)
     total, _ = _norm_sum(block, squared, squared.amin(-1), scale, block.exact_centre, (1.0, k.squeeze(-1)))
     return _left_out(block) * total

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._checks import _check_positive, _hidden_scores
-from attnmon.metrics._group import _block_elements
+from attnmon.metrics._group import _block_elements, _Scratch
 from attnmon.metrics._selection import _top_candidates
 
 __all__ = ["SoftmaxJacobianNorm", "jacobian_norms", "softmax_jacobian_norm"]
 
 _NORMS = ("spectral", "frobenius", "max")
 # The largest few keys of a row enter the first estimate of the spectral norm one by one, the rest as one lump.
-_LEADERS = 8
+LEADERS = 8
 # Newton's method below converges quadratically from a start that the leaders make good
 _ITERATIONS = {torch.float32: 2, torch.float64: 4}
 
@@ -42,16 +42,18 @@ def _secular_step(total: Tensor, slope: Tensor, root: Tensor, second: Tensor) ->
     return root.clamp_(min=1 + 4 * torch.finfo(root.dtype).eps)
 
 
-def _settled(step: Tensor, room: Tensor) -> Tensor:
+def _settled(step: Tensor, bend: Tensor, root: Tensor) -> Tensor:
     """Where another step of Newton's method would change nothing.
 
-    With ``h = 1 / g``, ``|h'' / h'| <= 2 / (x - 1)``, so ``e / (x - 1)`` is at least squared by a step from an error e
-    below the solution, and `step` is that error but for its square. `room` is ``x - 1`` before the step.
+    The error that is left after a step from an error `step` is ``|h'' / (2 h')| * step^2`` with ``h = 1 / g``. `bend`
+    is a bound of the first factor, in practice ten times too large.
     """
-    return step.abs() <= math.sqrt(torch.finfo(step.dtype).eps) / 4 * room
+    return bend * step * step <= 4 * torch.finfo(step.dtype).eps * root
 
 
-def _spectral(rest: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor) -> Tensor:
+def _spectral(
+    rest: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, scratch: _Scratch
+) -> Tensor:
     r"""Largest eigenvalue of ``diag(a) - a a^T``, times Z, divided by the second largest weight's share p.
 
     With ``a = (1, second * rest) / Z`` and ``sum a = 1``, the secular equation ``1 = sum a_i^2 / (a_i - x)`` is the
@@ -75,50 +77,81 @@ def _spectral(rest: Tensor, leaders: Tensor, first: Tensor, square: Tensor, seco
         terms = masses / away
         root = _secular_step(terms.sum(-1), (terms / away).sum(-1), root, second)
     # The lump has the sum and the sum of squares of its keys, so that its part of g is right but for the square of
-    # the largest of them over the root: where that is lost in rounding, the other keys need not be looked at.
-    done = _settled(root - last, last - 1) & (leaders[..., -1] <= math.sqrt(eps) / 2 * root)
-    for column, row in enumerate(root):
-        _refine(rest[column], row, second[column], done[column], iterations)
+    # the largest of them over the root: where that is lost in rounding, the other keys need not be looked at. With
+    # ``|h'' / h'| <= 2 / (x - 1)`` the last step says how far the root itself is settled.
+    settled = _settled(root - last, 4 / (last - 1), root)
+    active = ~(settled & (leaders[..., -1] <= math.sqrt(eps) / 2 * root))
+    total, square = torch.ones_like(root), torch.ones_like(root)
+    for _ in range(iterations):
+        if not _sum_terms(rest, root, active, total, square, scratch):
+            break
+        new, bend = _full_step(root, total, square, leaders, second)
+        settled = _settled(new - root, bend, new)
+        root = torch.where(active, new, root)
+        active = active & ~settled
     return root
 
 
-def _refine(rest: Tensor, root: Tensor, second: Tensor, done: Tensor, iterations: int) -> None:
-    """Improve `root` in place by steps over all keys, `rest` (rows, n), for the rows that are not `done`."""
-    if rest.device.type != "cpu":  # finding those rows would make the host wait
-        for _ in range(iterations):
-            root.copy_(_full_step(rest, root, second))
-        return
-    index = (~done).nonzero().squeeze(-1)
-    for _ in range(iterations):
-        if not len(index):
-            return
-        part = rest if len(index) == len(rest) else rest[index]
-        old = root[index]
-        new = _full_step(part, old, second[index])
-        root[index] = new
-        index = index[~_settled(new - old, old - 1)]
+def _sum_terms(rest: Tensor, root: Tensor, active: Tensor, total: Tensor, square: Tensor, scratch: _Scratch) -> bool:
+    """Sum and sum of squares over all keys of ``t = p / (x - p)`` for the `active` rows; False if there is none.
+
+    Those of other rows may be left as they were. One temperature after the other stays in the cache.
+    """
+    rows = rest.shape[1]
+    # Finding the rows would make the host wait for another device.
+    counts = active.sum(-1).tolist() if rest.device.type == "cpu" else [rows] * len(rest)
+    for column, count in enumerate(counts):
+        part = rest[column]
+        if 2 * count > rows:  # to pick them would cost more than to go on with all
+            terms = torch.sub(root[column][:, None], part, out=scratch.take("terms", *part.shape, like=part))
+            torch.div(part, terms, out=terms)
+            torch.sum(terms, -1, out=total[column])
+            torch.linalg.vector_norm(terms, dim=-1, out=square[column])
+            square[column].square_()
+        elif count:
+            index = active[column].nonzero().squeeze(-1)
+            part = part.index_select(0, index)
+            terms = torch.sub(root[column].index_select(0, index)[:, None], part)
+            torch.div(part, terms, out=terms)
+            total[column].index_copy_(0, index, terms.sum(-1))
+            square[column].index_copy_(0, index, torch.linalg.vector_norm(terms, dim=-1).square_())
+    return any(counts)
 
 
-def _full_step(rest: Tensor, root: Tensor, second: Tensor) -> Tensor:
-    terms = root[:, None] - rest
-    torch.div(rest, terms, out=terms)
-    total = terms.sum(-1)
-    # -g' = sum p / (x - p)^2 = (sum t + sum t^2) / x for t = p / (x - p)
-    slope = (total + torch.linalg.vector_norm(terms, dim=-1) ** 2) / root
-    return _secular_step(total, slope, root, second)
+def _full_step(root: Tensor, total: Tensor, square: Tensor, leaders: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """A step over all keys, of which `_sum_terms` made the sums, and twice the bend of ``1 / g`` at `root`."""
+    # -g' = sum p / (x - p)^2 = (sum t + sum t^2) / x for t = p / (x - p), and g'' / 2 = sum p / (x - p)^3 likewise
+    slope = (total + square) / root
+    # Of sum t^3 the leaders are known; no other key has a larger t than the last of them.
+    known = leaders / (root[..., None] - leaders)
+    known_square = known * known
+    cube = (known_square * known).sum(-1) + known[..., -1] * (square - known_square.sum(-1)).clamp_min(0)
+    curvature = (total + 2 * square + cube) / (root * root)
+    return _secular_step(total, slope, root, second), 2 * (curvature / slope - slope / total).clamp_min(0)
 
 
-def _jacobian_block(scores: Tensor, temperatures: tuple[float, ...], norms: Iterable[str]) -> dict[str, Tensor]:
-    """Norms of some rows, ``scores`` (rows, n) with -inf at masked keys: name -> (T, rows)."""
-    top, order = _top_candidates(scores, min(_LEADERS + 1, scores.shape[-1]))
+def _jacobian_block(
+    scores: Tensor,
+    temperatures: tuple[float, ...],
+    norms: Iterable[str],
+    ranked: tuple[Tensor, Tensor] | None = None,
+    scratch: _Scratch | None = None,
+) -> dict[str, Tensor]:
+    """Norms of some rows, ``scores`` (rows, n) with -inf at masked keys: name -> (T, rows).
+
+    `ranked` are values and indices of the largest `LEADERS` + 1 of them, if these are known.
+    """
+    top, order = _top_candidates(scores, min(LEADERS + 1, scores.shape[-1])) if ranked is None else ranked
+    scratch = _Scratch() if scratch is None else scratch
     # Rows with a single key have no second score: no gap, and all that follows is 0.
     anchor = top[:, 1:2].clamp_min(torch.finfo(scores.dtype).min)
-    gaps = (scores - anchor).scatter_(-1, order[:, :1], -torch.inf)
+    gaps = torch.sub(scores, anchor, out=scratch.take("gaps", *scores.shape, like=scores))
+    gaps.scatter_(-1, order[:, :1], -torch.inf)
     leaders = top - anchor  # s_(1) - s_(2), 0, ...
     # Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
     # least 1; it is kept above where its cube is subnormal, which would be many times slower.
     cut = 0.33 * math.log(torch.finfo(gaps.dtype).tiny)
-    rest = gaps.new_empty(len(temperatures), *gaps.shape)
+    rest = scratch.take("rest", len(temperatures), *gaps.shape, like=gaps)
     first, square = rest.new_empty(2, *rest.shape[:-1])
     for column, temperature in enumerate(temperatures):  # one at a time stays in the cache
         part = torch.div(gaps, temperature, out=rest[column]).clamp_(min=cut).exp_()
@@ -132,7 +165,7 @@ def _jacobian_block(scores: Tensor, temperatures: tuple[float, ...], norms: Iter
     for norm in norms:
         if norm == "spectral":
             lead = (leaders[:, 1:] / scale[..., None]).clamp_(min=cut).exp_()
-            value = second * _spectral(rest, lead, first, square, second) / z
+            value = second * _spectral(rest, lead, first, square, second, scratch) / z
             # Clamped to the largest weight: with two equal leaders the eigenvalue is the weight itself.
             value = value.minimum(1 / z)
         elif norm == "frobenius":
@@ -180,8 +213,9 @@ def jacobian_norms(
         made = {norm: [value] for norm in norms}
     else:
         rows = max(1, _block_elements(flat.device, flat.dtype) // ((len(temperatures) + 2) * n))
+        scratch = _Scratch()
         for block in flat.split(rows):
-            for norm, value in _jacobian_block(block, temperatures, norms).items():
+            for norm, value in _jacobian_block(block, temperatures, norms, scratch=scratch).items():
                 made[norm].append(value)
     lead = shape if single_temperature else (*shape, len(temperatures))
     return {norm: torch.cat(parts, -1).mT.reshape(lead) for norm, parts in made.items()}

@@ -91,12 +91,62 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
             unsure |= (close > 0) & (slack_top > 0)
     unsure &= block.defined
     if block.group.direct and bool(unsure.any()):
+        if within is None and e.dtype == torch.float32:
+            open_ = (gap.abs() < doubt) & member
+            unsure = _settle_contenders(block, nearer, unsure, open_, slack_least.clamp_min(tiny))
         for index in _by_group(unsure):
             again = _counts_again(block, index, both)
             nearer[index] = again[0].to(e.dtype)
             if within is not None:
                 within[index] = again[1].to(e.dtype)
     return nearer, within
+
+
+def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Tensor, slack: Tensor) -> Tensor:
+    """Decide `unsure` rows in float64, on those keys alone that float32 can't tell apart.
+
+    Args:
+        block: The rows, in float32.
+        nearer: (G, R, K) counts, with `open_` keys on the wrong side perhaps; set right where that can be done.
+        unsure: (G, R, K) bool.
+        open_: (G, R, K, max N) bool, selected keys that may be on either side.
+        slack: (G, R, K), what rounding can do to ``e`` of an unselected key.
+
+    Returns:
+        (G, R, K) bool, the rows that float64 leaves undecided, or that have too many contenders for it to be quick.
+    """
+    rows = unsure.nonzero()
+    index = tuple(rows.unbind(-1))
+    e, least = block.selected_excess[index], block.least_excess[index][:, None]
+    open_ = open_[index]
+    rivals = block.excess[index] <= least + 2 * slack[index][:, None]
+    own, rank = open_.nonzero().unbind(-1)
+    row, other = rivals.nonzero().unbind(-1)
+    d = block.group.vectors.shape[-1]
+    if (len(own) + len(row)) * d > _block_elements(e.device, torch.float64):
+        return unsure
+    at = torch.cat([own, row])
+    g, r = index[0][at], index[1][at]
+    key = torch.cat([block.order[index[0][own], index[1][own], rank], other])
+    a, x = block.weights[g, r, key].double(), block.group.vectors[g, key].double()
+    points = block.exact_points(index, False)
+    square = (x * x).sum(-1)
+    exact = a * (a * square - 2 * (x * points[at]).sum(-1))
+    length = a * square.sqrt()
+    reach = block.reach[index].double()[at] * (1 + 2.0**-16)  # it was rounded itself
+    unit = _unit_roundoff(torch.float64) * (d + 16 + max(block.top_n))
+    doubt = unit * length * (length + 2 * reach)
+    low, high = (torch.full((len(rows),), torch.inf, dtype=exact.dtype, device=e.device) for _ in range(2))
+    mine, theirs = slice(len(own)), slice(len(own), None)
+    low.scatter_reduce_(0, row, (exact - doubt)[theirs], "amin")
+    high.scatter_reduce_(0, row, (exact + doubt)[theirs], "amin")
+    below = (exact + doubt)[mine] < low[own]
+    undecided = ~below & ((exact - doubt)[mine] < high[own])
+    certain = _count((e < least) & block.member.bool()[index[2]] & ~open_, e)
+    nearer[index] = certain.index_add_(0, own, below.to(e.dtype))
+    left = torch.zeros_like(unsure)
+    left[tuple(rows[own[undecided]].unbind(-1))] = True
+    return left
 
 
 def _count(holds: Tensor, like: Tensor) -> Tensor:
