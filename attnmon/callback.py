@@ -13,12 +13,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from attnmon.alerts import AlertRules
+from attnmon.capture import compiled_around
 from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
-from attnmon.probe import call_model, undisturbed
+from attnmon.probe import call_model
+from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import worth_pictures, write_pictures
+from attnmon.tensorboard import count_bytes, worth_pictures, write_pictures
+from attnmon.window import Window
 
 __all__ = ["AttentionMonitor"]
 
@@ -47,12 +50,23 @@ class AttentionMonitor(pl.Callback):
     ``attn/logits/max/...``                1                      largest absolute scaled score of a row
     ``attn/logits/first_key_weight/...``   weight, 0 to 1         weight of the first visible key (attention sink)
     ``attn/warnings/<rule>``               heads                  heads under alarm; as text: the message
+    ``attn/monitor/seconds``               seconds                time of the sample (see `attnmon.cost.Cost`)
+    ``attn/monitor/share_of_step``         share                  the same over the rest of its step
+    ``attn/monitor/share_of_run``          share                  time of all samples over that of the run
+    ``attn/monitor/every_n_steps``         steps                  until the next sample
+    ``attn/monitor/bytes_written``         bytes                  in TensorBoard's event files so far
     ====================================== ====================== ===============================================
 
     With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). TensorBoard gets an arranged
     "Custom Scalars" page and one layer x head image per quantity as well: images at the first ten samples, then at
     ever fewer (`attnmon.schedule.picture_due`), and wherever there is an alert. A sample of 12 layers writes about 280
     scalars; images are about 12 KB each.
+
+    Compiled training: parts of the module that `torch.compile` has been applied to, and training steps that are
+    compiled as a whole, show nothing of their attention. The sequences looked at are then run a second time, as the
+    model was written: uncompiled, in eval mode (so without dropout), under ``no_grad``, with the random states put
+    back. The training step stays compiled and keeps its bits. On a sampled step that costs one such forward pass
+    of at most ``sequences`` sequences; on all others nothing.
 
     A module that attends more than once in a step is one layer, and the rows of all its calls count; of a layer that
     runs both with and without gradients in a step, those with. A learned attention sink counts as one more key, with a
@@ -81,6 +95,8 @@ class AttentionMonitor(pl.Callback):
         patience: Samples in a row that a change has to last before a warning.
         strict: Raise errors of the monitor itself, instead of one warning and a run that goes on without it.
         seed: Of the draws of sequences and rows, which leave every global random state alone.
+        max_overhead: Most of the run's time that the monitor may take, e.g. 0.01. Where ``every_n_steps`` would take
+            more it samples less often, at multiples of that, and says so. None: no limit.
         prefix: First part of each key. Two monitors of one Trainer need different ones.
         per_head: Logs a scalar per head beside the mean per layer.
         images: Draws the layer x head images for TensorBoard.
@@ -122,6 +138,7 @@ class AttentionMonitor(pl.Callback):
         patience: int = 3,
         strict: bool = False,
         seed: int = 0,
+        max_overhead: float | None = None,
         prefix: str = "attn",
         per_head: bool = False,
         images: bool = True,
@@ -154,6 +171,7 @@ class AttentionMonitor(pl.Callback):
             patience=patience,
             strict=strict,
             seed=seed,
+            max_overhead=max_overhead,
         )
         self.prefix = prefix
         self.per_head = per_head
@@ -167,7 +185,11 @@ class AttentionMonitor(pl.Callback):
         self._stepped = False  # whether the batch that ended last did
         self._sampled_step: int | None = None
         self._probe_batch: Any = None
+        self._batch: Any = None  # of the sampled step, until its backward pass begins
+        self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
+        self._looks_twice = True
         self._laid_out: set[str] = set()
+        self._written = 0  # bytes, in TensorBoard's event files
 
     @property
     def latest(self) -> Snapshot | None:
@@ -192,8 +214,8 @@ class AttentionMonitor(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning binds `log` and `log_dict` of the module to a callback: a copy or a pickle leaves the module behind.
-        left = {"log", "log_dict", "_probe_batch"}
-        return {"_probe_batch": None, **{k: v for k, v in self.__dict__.items() if k not in left}}
+        left = {"log", "log_dict", "_probe_batch", "_batch"}
+        return {"_probe_batch": None, "_batch": None, **{k: v for k, v in self.__dict__.items() if k not in left}}
 
     def _next_step(self) -> int:
         return self._step + self._stepped
@@ -218,6 +240,8 @@ class AttentionMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes up the step count of the run."""
         self._monitor.bind(pl_module)
+        self._monitor.meter.start()
+        self._compiled_step, self._looks_twice = None, True
         if not self._restored:
             optimizers = max(1, len(trainer.optimizers))
             self._step, self._stepped = trainer.global_step // optimizers, False
@@ -246,14 +270,30 @@ class AttentionMonitor(pl.Callback):
             snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
             self._log(trainer, snapshot, self.prefix)
             return
+        if self._compiled_step is None:
+            self._compiled_step = compiled_around(pl_module, "training_step")
+        if self._compiled_step:
+            self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
+            return
         window = self._monitor.open(self._step)
-        if window is not None and isinstance(batch, Mapping):
-            window.set_tokens(_two_dimensional(batch.get("attention_mask")), _two_dimensional(batch.get("labels")))
+        if window is not None:
+            _tell_tokens(window, batch)
+            self._batch = batch if self._looks_twice else None
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Reads the batch by a pass of its own where the training step showed nothing: it ran inside compiled code."""
+        batch, self._batch = self._batch, None
+        if batch is None or not self._monitor.sees_nothing:
+            return
+        self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
+        self._compiled_step = not self._monitor.sees_nothing  # if this sees nothing either it was something else
+        self._looks_twice = self._compiled_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Detaches and logs, at the step that ``pl_module.log`` uses for this batch."""
+        self._batch = None
         if self._monitor.is_open:
             self._log(trainer, self._monitor.close(self._step), self.prefix)
         # The step count moves on when the next batch starts: a validation in between belongs to this step.
@@ -298,17 +338,34 @@ class AttentionMonitor(pl.Callback):
                 self.latest_validation = snapshot
             self._log(trainer, snapshot, f"{self.prefix}_val")
 
-    # -- the probe ----------------------------------------------------------------------------------------------
+    # -- passes of its own ---------------------------------------------------------------------------------------
 
     def run_probe(self, pl_module: pl.LightningModule, batch: Any) -> None:
-        """Runs the model on the probe batch. Override it where the model takes its batches in a way of its own.
+        """Runs the model on a batch: the probe's, or that of a training step which is compiled as a whole.
 
-        Called with the batch on the module's device, in eval mode, under ``no_grad`` and the Trainer's precision. As
-        it stands it calls the module's ``forward``, or its only child if it has none.
+        Override it where the model takes its batches in a way of its own. Called with the batch on the module's
+        device, in eval mode, under ``no_grad`` and the Trainer's precision. As it stands it calls the module's
+        ``forward``, or its only child if it has none.
         """
         call_model(_probe_target(pl_module), batch)
 
-    def _prepare_probe(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Callable[[], None]:
+    def _second_pass(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Callable[[Window], None]:
+        def run(window: Window) -> None:
+            part = take_sequences(batch, window.sampler.select)[0]
+            _tell_tokens(window, part)
+            try:
+                with undisturbed(pl_module), trainer.precision_plugin.forward_context():
+                    self.run_probe(pl_module, part)
+            except Exception as error:
+                raise RuntimeError(
+                    "attnmon has to run the model on the training batch by itself, because the training step is "
+                    "compiled, and that failed. Override AttentionMonitor.run_probe(pl_module, batch) to say how, or "
+                    "use source='probe'."
+                ) from error
+
+        return run
+
+    def _prepare_probe(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Callable[[Window], None]:
         if self._probe_batch is None:
             with undisturbed(pl_module):
                 batch = _first_validation_batch(trainer, pl_module)
@@ -321,7 +378,7 @@ class AttentionMonitor(pl.Callback):
                 _probe_target(pl_module)
             self._probe_batch = trainer.strategy.batch_to_device(batch, pl_module.device)
 
-        def run() -> None:
+        def run(_: Window) -> None:
             with undisturbed(pl_module), trainer.precision_plugin.forward_context():
                 self.run_probe(pl_module, self._probe_batch)
 
@@ -332,19 +389,24 @@ class AttentionMonitor(pl.Callback):
     def _log(self, trainer: pl.Trainer, snapshot: Snapshot | None, prefix: str) -> None:
         if snapshot is None or not trainer.is_global_zero:
             return
-        scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
-        for logger in trainer.loggers:
-            write = partial(self._write, trainer, logger, snapshot, scalars, prefix)
-            self._monitor.attempt(f"logger {type(logger).__name__}", write)
+        with self._monitor.writing():
+            scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
+            for logger in trainer.loggers:
+                write = partial(self._write, trainer, logger, snapshot, scalars, prefix)
+                self._monitor.attempt(f"logger {type(logger).__name__}", write)
 
     def _write(
         self, trainer: pl.Trainer, logger: Logger, snapshot: Snapshot, scalars: dict[str, float], prefix: str
     ) -> None:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_metrics(scalars, step=snapshot.step)
+            return
+        scalars = dict(scalars)
+        self._written += count_bytes(scalars, snapshot.step, self.prefix, self._written)
         logger.log_metrics(scalars, step=snapshot.step)
-        if isinstance(logger, TensorBoardLogger):
-            self._write_layout(trainer, logger)
-            drawn = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
-            write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
+        self._write_layout(trainer, logger)
+        drawn = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
+        self._written += write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
 
     def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
         """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""
@@ -384,6 +446,11 @@ def _first_validation_batch(trainer: pl.Trainer, pl_module: pl.LightningModule) 
     while isinstance(loaders, list | tuple | Mapping) and len(loaders):
         loaders = next(iter(loaders.values() if isinstance(loaders, Mapping) else loaders))
     return None if loaders is None else next(iter(loaders), None)
+
+
+def _tell_tokens(window: Window, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        window.set_tokens(_two_dimensional(batch.get("attention_mask")), _two_dimensional(batch.get("labels")))
 
 
 def _two_dimensional(tensor: Any) -> Tensor | None:

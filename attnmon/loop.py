@@ -13,9 +13,11 @@ from attnmon.alerts import AlertRules
 from attnmon.capture import Hook
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
-from attnmon.probe import call_model, to_device, undisturbed
+from attnmon.probe import call_model, to_device
+from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import worth_pictures, write_layout, write_snapshot
+from attnmon.window import Window
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -50,6 +52,7 @@ class Watch:
         self._writer = writer
         self._per_head = per_head
         self._layout_written = False
+        self._written = 0  # bytes
         self._active = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.step_count = 0
@@ -92,6 +95,29 @@ class Watch:
         self.step_count += 1
         return self._begin() or snapshot
 
+    def look(self, batch: Any | Callable[[nn.Module], object]) -> None:
+        """To be called before each optimizer step where the loop compiles a function around the model.
+
+        Compiled code shows nothing of its attention, and the model's own call lies inside of it. So on a sampled step
+        this runs the model on the sequences looked at, uncompiled, in eval mode under ``no_grad``, with the random
+        states put back; that costs one such forward pass. On other steps it does nothing. `step` gives the Snapshot,
+        as always. A model that is compiled itself needs none of this.
+
+        Args:
+            batch: The batch of this step (mapping, sequence or tensor, as the model's forward takes it), or a function
+                that runs the model it is given.
+        """
+        if not self._active:
+            raise RuntimeError("Expected `look()` to be called inside `with watch(model) as monitor:`.")
+        if not self._monitor.is_open or self._options.source == "probe":
+            return
+        self._remove_hooks()
+
+        def run(window: Window) -> None:
+            self._run(batch if callable(batch) else take_sequences(batch, window.sampler.select)[0])
+
+        self._monitor.read(self.step_count, "train", run)
+
     def state_dict(self) -> dict[str, Any]:
         """Step count, layer numbers and the rules' memory: save it beside the model's."""
         return {"step_count": self.step_count, "monitor": self._monitor.state_dict()}
@@ -114,11 +140,11 @@ class Watch:
         if not self._monitor.due(self.step_count):
             return None
         if self._options.source == "probe":
-            snapshot = self._monitor.sample(self.step_count, "probe", self._run_probe)
+            snapshot = self._monitor.sample(self.step_count, "probe", lambda _: self._run(self._probe))
             self._record(snapshot)
             return snapshot
         window = self._monitor.open(self.step_count)
-        if window is None:
+        if window is None or window.read_once(self._model):  # hooks there would have it compiled anew
             return None
 
         # The first training pass of the step is read; evaluation in between and further micro-batches are not.
@@ -139,13 +165,14 @@ class Watch:
             hook.remove()
         self._hooks = []
 
-    def _run_probe(self) -> None:
+    def _run(self, batch: Any) -> None:
+        """Runs the model on a batch, or a function on the model, without leaving a trace."""
         with undisturbed(self._model):
-            if callable(self._probe):
-                self._probe(self._model)
+            if callable(batch):
+                batch(self._model)
             else:
                 device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-                call_model(self._model, to_device(self._probe, device))
+                call_model(self._model, to_device(batch, device))
 
     def _record(self, snapshot: Snapshot | None) -> None:
         writer = self._writer
@@ -157,9 +184,12 @@ class Watch:
                 write_layout(writer, snapshot)
                 self._layout_written = True
             drawn = worth_pictures(snapshot, self._options.every_n_steps)
-            write_snapshot(writer, snapshot, per_head=self._per_head, images=drawn)
+            self._written = write_snapshot(
+                writer, snapshot, per_head=self._per_head, images=drawn, written=self._written
+            )
 
-        self._monitor.attempt("the TensorBoard writer", write)
+        with self._monitor.writing():
+            self._monitor.attempt("the TensorBoard writer", write)
 
 
 def watch(
@@ -183,14 +213,18 @@ def watch(
     patience: int = 3,
     strict: bool = False,
     seed: int = 0,
+    max_overhead: float | None = None,
     writer: SummaryWriter | None = None,
     per_head: bool = False,
 ) -> Watch:
     """Watches the attention heads of a model in a plain PyTorch loop.
 
     On a sampled step the first forward pass of ``model`` with gradients enabled is read as it passes (under gradient
-    accumulation: the first micro-batch); on all others nothing is attached. Steps are counted from 0, and step 0 is
-    sampled. A module that attends more than once in a pass is one layer, and the rows of all its calls count.
+    accumulation: the first micro-batch); on all others nothing is attached. Compiled parts of the model
+    (`torch.compile` around them, or their ``compile()``) are first run once more, uncompiled and in eval mode, on the
+    sequences looked at; where the loop compiles a function around the model, see `Watch.look`. Steps are counted from
+    0, and step 0 is sampled. A module that attends more than once in a pass is one layer, and the rows of all its
+    calls count.
 
     Args:
         model: The model that the loop calls. Wrapped models (DDP, ``fully_shard``) are passed as they are called.
@@ -215,6 +249,8 @@ def watch(
         patience: Samples in a row that a change has to last before a warning.
         strict: Raise errors of the monitor itself.
         seed: Of the draws of sequences and rows.
+        max_overhead: Most of the run's time that the monitor may take, e.g. 0.01; it samples less often where the
+            cadence would take more. None: no limit.
 
     Returns:
         A `Watch`: ``.step()`` after each optimizer step gives a Snapshot or None, ``.latest`` the newest one.
@@ -252,5 +288,6 @@ def watch(
         patience=patience,
         strict=strict,
         seed=seed,
+        max_overhead=max_overhead,
     )
     return Watch(model, options, probe, writer, per_head)

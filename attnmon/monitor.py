@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal
 
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 from attnmon.alerts import Alert, AlertEngine, AttentionSaturationWarning
 from attnmon.capture import compiled_modules, describe_search, find_attention
+from attnmon.cost import Cost, Meter, next_step
 from attnmon.options import MonitorOptions, check_state
-from attnmon.probe import uncompiled
+from attnmon.rerun import uncompiled
 from attnmon.rows import RowSampler
 from attnmon.schedule import due
 from attnmon.snapshot import Snapshot
@@ -40,6 +43,8 @@ class Monitor:
 
     Attributes:
         latest: The newest Snapshot of the main source, None before the first.
+        failed: Whether an error has switched it off.
+        meter: What it costs. Whoever writes what it finds lets that run meanwhile.
     """
 
     def __init__(self, options: MonitorOptions) -> None:
@@ -58,6 +63,11 @@ class Monitor:
         self._open = False
         self._failure: str | None = None
         self._warned: set[str] = set()
+        self.meter = Meter()
+        self._device = torch.device("cpu")
+        self._pace: tuple[int, float] | None = None  # last sample, and the run's seconds without any until then
+        self._not_before = 0  # no step before this one is sampled, so as to keep to `max_overhead`
+        self._opened_at = 0.0
 
     # -- set-up and state ---------------------------------------------------------------------------------------
 
@@ -76,6 +86,7 @@ class Monitor:
                 f"{describe_search(model)}"
             )
         self._model = model
+        self._device = _device(model)
         self._found = [site.layer for site in sites]
         patterns = [p for p in self.options.layers or () if isinstance(p, str)]
         for pattern in patterns:
@@ -100,6 +111,9 @@ class Monitor:
             "order": list(self._order),
             "rules": None if self._rules is None else self._rules.state_dict(),
             "warned": sorted(self._warned),
+            "not_before": self._not_before,
+            "pace": self._pace,
+            "meter": self.meter.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,6 +121,9 @@ class Monitor:
         check_state(state, "order", "rules", "warned")
         self._order = list(state["order"])
         self._warned = set(state["warned"])
+        self._not_before, self._pace = state.get("not_before", 0), state.get("pace")
+        if "meter" in state:
+            self.meter.load_state_dict(state["meter"])
         if self._rules is not None and state["rules"] is not None:
             self._rules.load_state_dict(state["rules"])
 
@@ -114,17 +131,25 @@ class Monitor:
 
     def due(self, step: int) -> bool:
         """Whether this optimizer step is sampled."""
-        return not self.failed and due(step, self.options.every_n_steps)
+        return not self.failed and due(step, self.options.every_n_steps) and step >= self._not_before
 
     @property
     def is_open(self) -> bool:
         """Whether a sample has been begun and not finished."""
         return self._open
 
-    def open(self, step: int, source: Source = "train") -> Window | None:
-        """Attaches to the model until `close` or `abort`; None if that failed."""
+    def open(self, step: int, source: Source = "train", *, own: bool = False) -> Window | None:
+        """Attaches to the model until `close` or `abort`; None if that failed.
+
+        Args:
+            step: The optimizer step.
+            source: What is read.
+            own: The pass that will be read is the monitor's own affair, and runs uncompiled.
+        """
         self.abort()
         self._open = True
+        self.meter.start()
+        self._opened_at = time.perf_counter()
 
         def attach() -> None:
             if self._model is None:
@@ -132,9 +157,10 @@ class Monitor:
             # A probe compares steps, so it looks at the same rows each time.
             key = (self.options.seed, source, None if source == "probe" else step, _rank())
             sampler = RowSampler(self.options.rows, self.options.sequences, key)
-            # A probe runs uncompiled, which has to be so already when the capture looks for compiled parts.
-            with uncompiled() if source == "probe" else nullcontext():
+            # What runs uncompiled has to do so already when the capture looks for compiled parts.
+            with uncompiled() if own else nullcontext():
                 self._window = Window(self._model, self._window_options, sampler, self._wanted, self._guard)
+            self._window.rerun = own and source != "probe"
 
         self._guard(attach)
         return self._window
@@ -149,6 +175,7 @@ class Monitor:
         self.detach()
         self._window = None
         self._open = False
+        self.meter.forget()
 
     def close(self, step: int, source: Source = "train") -> Snapshot | None:
         """Leaves the model as it was found and makes the Snapshot.
@@ -160,9 +187,11 @@ class Monitor:
         """
         if not self._open:
             return None
-        self.detach()
+        with self.meter.running():
+            self.detach()
         window, self._window, self._open = self._window, None, False
-        sums = self._reduce(window)
+        # Not timed: the host waits there until the device has come to the end of the step.
+        sums, clocks = self._reduce(window)
         snapshot: Snapshot | None = None
 
         def finish() -> None:
@@ -174,6 +203,11 @@ class Monitor:
             self._switch_off(self._failure or "The monitor of another process of this run failed.")
         else:
             self.guarded(finish)
+        cost = self._settle(step, source, clocks)
+        if snapshot is not None:
+            is_latest = self.latest is snapshot
+            snapshot = dataclasses.replace(snapshot, cost=cost)
+            self.latest = snapshot if is_latest else self.latest
         # Outside the guard: who turns this warning into an error wants to be stopped by it.
         if snapshot is not None and _rank() == 0:
             for alert in snapshot.alerts:
@@ -206,15 +240,34 @@ class Monitor:
                 f"further warning.\n{traceback.format_exc()}",
             )
 
-    def sample(self, step: int, source: Source, forward: Callable[[], object]) -> Snapshot | None:
-        """`open`, a forward pass that is the monitor's own affair (a probe), `close`."""
-        self.open(step, source)
+    def read(self, step: int, source: Source, forward: Callable[[Window], object]) -> None:
+        """`open`, and a forward pass that is the monitor's own affair; to be closed as usual."""
+        window = self.open(step, source, own=True)
+        if window is None:
+            return
         try:
-            self._guard(forward)
+            self._guard(lambda: forward(window))
         except BaseException:
             self.abort()
             raise
+        self.detach()
+
+    def sample(self, step: int, source: Source, forward: Callable[[Window], object]) -> Snapshot | None:
+        """`read` and `close`."""
+        self.read(step, source, forward)
         return self.close(step, source)
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether no attention has been seen since `open`, nor a reason why."""
+        return self._window is not None and not self._window.sums and not self._window.not_measured
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, what the monitor has found is written; that counts as its time, too."""
+        with self.meter.running():
+            yield
+        self.meter.take()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -237,7 +290,8 @@ class Monitor:
         if self._failure is not None:
             return
         try:
-            function()
+            with self.meter.running(self._device):
+                function()
         except Exception:
             if self.options.strict:
                 raise
@@ -258,17 +312,52 @@ class Monitor:
             if _rank() == 0:
                 warnings.warn(message, UserWarning, stacklevel=4)
 
-    def _reduce(self, window: Window | None) -> dict[str, Tensor] | None:
-        """The layers' sums over all processes, on the CPU, after one transfer; None if a process failed."""
+    def _settle(self, step: int, source: Source, clocks: list[float] | None) -> Cost:
+        """What the sample took, and when the next one is due."""
+        seconds = self.meter.take()
+        spent, run_time = self.meter.spent, self.meter.run_time
+        every, limit = self.options.every_n_steps, self.options.max_overhead
+        # Several processes go by what they have told each other: they must come to the same step.
+        mine, before, run = (seconds, spent - seconds, run_time) if clocks is None else clocks
+        rest = run - before - mine
+        # The pace since the last sample: the first steps of a run may take far longer than the others.
+        since = (-1, 0.0) if self._pace is None or self._pace[0] >= step else self._pace
+        self._pace = (step, rest)
+        per_step = (rest - since[1]) / (step - since[0])
+        following = next_step(step, every, limit, spent=before + mine, seconds=mine, run_time=run, per_step=per_step)
+        if source == "validation":
+            following = max(self._not_before, (step // every + 1) * every)
+        elif following > (step // every + 1) * every:
+            self._warn(
+                "max_overhead",
+                f"attnmon samples less often than every {every} steps, to keep to max_overhead={limit}: a sample takes "
+                f"{mine:.2g} s, and the next one is due at step {following}. Measure less (rows, sequences, layers, "
+                "quantities) to see more often. `attn/monitor/every_n_steps` says how often it samples.",
+            )
+        self._not_before = following
+        without = time.perf_counter() - self._opened_at - seconds if source == "train" else math.nan
+        return Cost(
+            seconds=seconds,
+            share_of_step=seconds / without if without > 0 else math.nan,
+            share_of_run=spent / run_time if run_time > 0 else math.nan,
+            every_n_steps=following - step,
+        )
+
+    def _reduce(self, window: Window | None) -> tuple[dict[str, Tensor] | None, list[float] | None]:
+        """The layers' sums over all processes, on the CPU, after one transfer; None if a process failed.
+
+        With them the clocks that the processes agree on: seconds of this sample so far, of all before, of the run.
+        """
         sums = {} if window is None else {layer: layer_sums.data for layer, layer_sums in window.sums.items()}
         if not _distributed():
-            return _to_cpu(sums) if self._failure is None else None
+            return (_to_cpu(sums) if self._failure is None else None), None
         # One reduction of a shape all processes know. Two flags lead it: a layer that not all of them know (then the
-        # names are exchanged and the reduction is repeated), and a failure.
-        device = next((t.device for t in sums.values()), _device(self._model))
+        # names are exchanged and the reduction is repeated), and a failure. The clocks follow.
+        device = next((t.device for t in sums.values()), self._device)
+        clocks = [self.meter.sample, self.meter.spent, self.meter.run_time]
         for _ in range(2):
             news = any(self._heads.get(layer) != data.shape[1] for layer, data in sums.items())
-            flags = torch.tensor([news, self._failure is not None], dtype=torch.float64, device=device)
+            flags = torch.tensor([news, self._failure is not None, *clocks], dtype=torch.float64, device=device)
             shapes = {layer: (len(self._columns) + 1, heads, 6) for layer, heads in self._heads.items()}
             parts = [sums[layer] if layer in sums else flags.new_zeros(shape) for layer, shape in shapes.items()]
             if news:  # what the others don't know can't be in a vector of the agreed shape
@@ -276,14 +365,15 @@ class Monitor:
             total = torch.cat([flags, *(part.flatten().to(flags.dtype) for part in parts)])
             dist.all_reduce(total)
             total = total.cpu()
+            agreed = (total[2:5] / dist.get_world_size()).tolist()
             if total[1] > 0:
-                return None
+                return None, agreed
             if total[0] == 0:
-                pieces = total[2:].split([a * b * c for a, b, c in shapes.values()])
+                pieces = total[5:].split([a * b * c for a, b, c in shapes.values()])
                 reduced = {
                     layer: piece.view(shape) for (layer, shape), piece in zip(shapes.items(), pieces, strict=True)
                 }
-                return {layer: data for layer, data in reduced.items() if data[-1, 0, 4] > 0}
+                return {layer: data for layer, data in reduced.items() if data[-1, 0, 4] > 0}, agreed
             self._agree(sums)
         raise RuntimeError("The processes of this run disagree about the number of heads of a layer.")
 
@@ -322,6 +412,7 @@ class Monitor:
             padding={number[layer]: figures[layer].padding for layer in layers},
             not_measured=not_measured,
             source=source,
+            rerun=window.rerun,
         )
         if not any(map(any, chain.from_iterable(t.values() for t in snapshot.rows_used.values()))) and not any(
             map(any, snapshot.nonfinite.values())
@@ -388,8 +479,9 @@ class Monitor:
             )
         elif wanted:
             reasons.append(
-                f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it compiled "
-                "(use source='probe'), or the model computes its weights by hand"
+                f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it inside a "
+                "compiled function (call `look(batch)` of `watch` before that, or use source='probe'), or the model "
+                "computes its weights by hand"
             )
         self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
 

@@ -39,6 +39,7 @@ class MonitorOptions:
     patience: int = 3
     strict: bool = False
     seed: int = 0
+    max_overhead: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole("every_n_steps", self.every_n_steps, 1)
@@ -60,6 +61,15 @@ class MonitorOptions:
         if self.normalize_vectors is not None:
             check_flag("normalize_vectors", self.normalize_vectors)
         _check_whole("patience", self.patience, 1)
+        if self.max_overhead is not None and (
+            isinstance(self.max_overhead, bool)
+            or not isinstance(self.max_overhead, Real)
+            or not 0.0 < float(self.max_overhead) <= 1.0
+        ):
+            raise ValueError(
+                "Expected `max_overhead` to be None or a share of the run's time above 0 and at most 1, e.g. 0.01, but "
+                f"got {self.max_overhead!r}."
+            )
         _check_whole("seed", self.seed, None)
         if self.quantities is not None:
             _check_sequence("quantities", self.quantities)

@@ -1,41 +1,15 @@
-"""Running a model on a fixed batch without leaving a trace, so that figures of different steps compare."""
+"""Calling a model on a batch as data loaders make them."""
 
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["call_model", "to_device", "uncompiled", "undisturbed"]
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode under ``no_grad``, uncompiled, with every module's mode and the random states put back afterwards."""
-    training = [(module, module.training) for module in model.modules()]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    # What a probe draws from the global generators must be undone, so it is these that are kept.
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), uncompiled():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        for module, mode in training:
-            module.training = mode
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Within, compiled modules run as they were written."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+__all__ = ["call_model", "to_device"]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -81,6 +55,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return [to_device(value, device) for value in batch]
     return batch
-
-
-ProbeFunction = Callable[[nn.Module], Any]

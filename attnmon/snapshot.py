@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from attnmon import dashboard
 from attnmon.alerts import Alert
+from attnmon.cost import Cost
 
 __all__ = ["PerHead", "Snapshot"]
 
@@ -36,6 +37,9 @@ class Snapshot:
         alerts: What the rules said about this sample: one entry per rule that has something new to say.
         alarms: Rule -> number of heads that are under its alarm, said before or now.
         source: ``"train"``, ``"probe"`` or ``"validation"``.
+        rerun: Whether attention that runs compiled was read in a second pass over the sequences looked at,
+            uncompiled, in eval mode and so without dropout.
+        cost: What the sample took. It does not count when snapshots are compared.
     """
 
     step: int
@@ -51,13 +55,16 @@ class Snapshot:
     alerts: tuple[Alert, ...] = ()
     alarms: Mapping[str, int] = field(default_factory=dict)
     source: str = "train"
+    rerun: bool = False
+    cost: Cost | None = field(default=None, compare=False)
 
     def scalars(self, *, per_head: bool = False, prefix: str = "attn") -> dict[str, float]:
-        """The figures under the keys that loggers get: each layer's mean over its heads, and the alarm counts.
+        """What loggers get, under their keys: each layer's mean over its heads, the alarm counts, the cost.
 
         Args:
             per_head: Adds every head's own figure.
             prefix: First part of each key.
         """
         figures = dashboard.scalars(self.values, per_head=per_head, prefix=prefix)
-        return figures | dashboard.warning_scalars(self.alarms, prefix)
+        figures |= dashboard.warning_scalars(self.alarms, prefix)
+        return figures if self.cost is None else figures | dashboard.cost_scalars(asdict(self.cost), prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attnmon import dashboard
@@ -12,7 +13,35 @@ if TYPE_CHECKING:
 
     from attnmon.snapshot import Snapshot
 
-__all__ = ["worth_pictures", "write_layout", "write_pictures", "write_snapshot"]
+__all__ = ["count_bytes", "scalar_bytes", "worth_pictures", "write_layout", "write_pictures", "write_snapshot"]
+
+
+def scalar_bytes(tags: Iterable[str], step: int) -> int:
+    """Bytes that scalars take in an event file.
+
+    Args:
+        tags: Their tags.
+        step: The step they are written at.
+
+    Example:
+        >>> scalar_bytes(["attn/entropy/layer_03"], 100)
+        59
+    """
+    total = 0
+    for tag in tags:
+        name = len(tag.encode())
+        value = 1 + _varint(name) + name + 5  # the tag and a float
+        total += _record(1 + _varint(value) + value, step)
+    return total
+
+
+def _record(summary: int, step: int) -> int:
+    """Bytes of a record: its frame, the time, the step (0 is left out) and a summary of so many bytes."""
+    return 16 + 9 + (1 + _varint(step) if step else 0) + 1 + _varint(summary) + summary
+
+
+def _varint(number: int) -> int:
+    return max(1, -(-number.bit_length() // 7))
 
 
 def write_layout(writer: SummaryWriter, snapshot: Snapshot, *, prefix: str = "attn") -> None:
@@ -25,20 +54,59 @@ def worth_pictures(snapshot: Snapshot, every_n_steps: int) -> bool:
     return bool(snapshot.alerts) or picture_due(snapshot.step // every_n_steps)
 
 
-def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = True, prefix: str = "attn") -> None:
-    """What scalars can't show: one layer x head image per quantity, and each alert as text."""
+def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = True, prefix: str = "attn") -> int:
+    """What scalars can't show: one layer x head image per quantity, and each alert as text.
+
+    Returns:
+        Bytes that this takes in the event file.
+    """
+    from torch.utils.tensorboard import summary
+
+    written = 0
     if images:
         for quantity, values in snapshot.values.items():
-            picture = dashboard.quantity_image(quantity, values)
-            writer.add_image(dashboard.image_tag(quantity, prefix), picture, snapshot.step, dataformats="HWC")
+            picture, tag = dashboard.quantity_image(quantity, values), dashboard.image_tag(quantity, prefix)
+            writer.add_image(tag, picture, snapshot.step, dataformats="HWC")
+            written += _record(summary.image(tag, picture, dataformats="HWC").ByteSize(), snapshot.step)
     for alert in snapshot.alerts:
-        writer.add_text(dashboard.warning_tag(alert.rule, prefix), dashboard.alert_markdown(alert), snapshot.step)
+        tag, text = dashboard.warning_tag(alert.rule, prefix), dashboard.alert_markdown(alert)
+        writer.add_text(tag, text, snapshot.step)
+        written += _record(summary.text(tag, text).ByteSize(), snapshot.step)
+    return written
 
 
 def write_snapshot(
-    writer: SummaryWriter, snapshot: Snapshot, *, per_head: bool = False, images: bool = True, prefix: str = "attn"
-) -> None:
-    """Scalars and pictures, for a loop that has a writer and no logger."""
-    for tag, value in snapshot.scalars(per_head=per_head, prefix=prefix).items():
+    writer: SummaryWriter,
+    snapshot: Snapshot,
+    *,
+    per_head: bool = False,
+    images: bool = True,
+    prefix: str = "attn",
+    written: int = 0,
+) -> int:
+    """Scalars and pictures, for a loop that has a writer and no logger.
+
+    Args:
+        writer: Where to.
+        snapshot: What.
+        per_head: A scalar per head beside those per layer.
+        images: Whether images are written.
+        prefix: First part of each tag.
+        written: Bytes written before.
+
+    Returns:
+        Bytes written, those before among them.
+    """
+    scalars = snapshot.scalars(per_head=per_head, prefix=prefix)
+    written += count_bytes(scalars, snapshot.step, prefix, written)
+    for tag, value in scalars.items():
         writer.add_scalar(tag, value, snapshot.step)
-    write_pictures(writer, snapshot, images=images, prefix=prefix)
+    return written + write_pictures(writer, snapshot, images=images, prefix=prefix)
+
+
+def count_bytes(scalars: dict[str, float], step: int, prefix: str, written: int) -> int:
+    """Adds the bytes written so far, and those of these scalars, as one of them; returns the latter."""
+    tag = f"{prefix}/monitor/bytes_written"
+    size = scalar_bytes((*scalars, tag), step)
+    scalars[tag] = float(written + size)
+    return size

@@ -38,6 +38,11 @@ class Window:
         sampler: Which sequences and rows.
         wanted: Given a layer's path, whether it is measured. Called for every attention call, in call order.
         guard: Runs what reads the model's calls and may fail; it decides what a failure means.
+
+    Attributes:
+        sums: What is left of the rows, by layer.
+        not_measured: Layer -> reason.
+        rerun: Whether something was read in a second pass.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Window:
         self.sampler = sampler
         self.sums: dict[str, LayerSums] = {}
         self.not_measured: dict[str, str] = {}
+        self.rerun = False
         self._measurer = Measurer(options.columns, sampler.generator)
         self._wanted = wanted
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
@@ -59,7 +65,13 @@ class Window:
         if options.vectors != "value":
             context.add(options.vectors)
         self._attachment: Attachment | None = attach(
-            model, self._on_call, self._on_skip, context=frozenset(context), select=sampler.select, guard=guard
+            model,
+            self._on_call,
+            self._on_skip,
+            context=frozenset(context),
+            select=sampler.select,
+            guard=guard,
+            rerun=True,
         )
 
     def set_tokens(self, valid: Tensor | None, labels: Tensor | None) -> None:
@@ -74,12 +86,21 @@ class Window:
 
     @paused.setter
     def paused(self, paused: bool) -> None:
-        if self._attachment is not None:
+        # Hooks of ours on a part that is run once more run in that, too.
+        if self._attachment is not None and not self._attachment.running_again:
             self._attachment.paused = paused
+
+    def read_once(self, model: nn.Module) -> bool:
+        """Whether `model` is compiled itself; then its first call with gradients is read, and no other."""
+        if self._attachment is None or model not in self._attachment.roots:
+            return False
+        self._attachment.once = True
+        return True
 
     def detach(self) -> None:
         """Leaves the model as it was found; may be called again."""
         if self._attachment is not None:
+            self.rerun |= self._attachment.ran_again
             self._attachment.detach()
             self._attachment = None
 

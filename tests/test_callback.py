@@ -36,7 +36,12 @@ def events(logger) -> EventAccumulator:
 
 
 def attn_calls(logger, prefix="attn/"):
-    return [(step, metrics) for step, metrics in logger.calls if any(key.startswith(prefix) for key in metrics)]
+    """What was logged under the prefix, but for what depends on the clock."""
+    return [
+        (step, {key: value for key, value in metrics.items() if not key.startswith(f"{prefix}monitor/")})
+        for step, metrics in logger.calls
+        if any(key.startswith(prefix) for key in metrics)
+    ]
 
 
 class TestLogging:

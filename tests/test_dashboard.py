@@ -9,6 +9,7 @@ import pytest
 
 from attnmon.dashboard import (
     QUANTITIES,
+    cost_scalars,
     custom_scalars_layout,
     heads_image,
     image_tag,
@@ -234,7 +235,7 @@ QUANTITY_LIST = [
 
 def test_layout_leads_with_one_chart_a_family():
     layout = custom_scalars_layout(QUANTITY_LIST)
-    assert list(layout) == ["Attention", "Attention: more"]
+    assert list(layout) == ["Attention", "Attention: more", "Cost of the monitor"]
     assert list(layout["Attention"]) == [
         "Normalised entropy (H / log n)",
         "Separability Ns/N, N = 10 (share of the selected keys)",
@@ -243,8 +244,8 @@ def test_layout_leads_with_one_chart_a_family():
         "Top-N distance, N = 20 (vector norm)",
         "Warnings (heads under alarm)",
     ]
-    assert sum(map(len, layout.values())) == len(QUANTITY_LIST) + 1
-    assert list(custom_scalars_layout([])) == ["Attention"]
+    assert len(layout["Attention"]) + len(layout["Attention: more"]) == len(QUANTITY_LIST) + 1
+    assert list(custom_scalars_layout([])) == ["Attention", "Cost of the monitor"]
 
 
 @pytest.mark.parametrize("layers", [None, [0, 3], [0, 3, 101]])
@@ -269,7 +270,8 @@ def test_event_file_round_trip(tmp_path):
     image = quantity_image("entropy_normalized", values["entropy_normalized"])
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_custom_scalars(custom_scalars_layout(values))
-        for tag, value in {**scalars(values), **warning_scalars({"entropy_rise": 1})}.items():
+        cost = cost_scalars({"seconds": 0.5, "share_of_step": 0.1, "share_of_run": 0.01})
+        for tag, value in {**scalars(values), **warning_scalars({"entropy_rise": 1}), **cost}.items():
             writer.add_scalar(tag, value, 50)
         writer.add_image(image_tag("entropy_normalized"), image, 50, dataformats="HWC")
         writer.add_text(warning_tag("entropy_rise"), "text", 50)
@@ -289,6 +291,10 @@ def test_event_file_round_trip(tmp_path):
             "attn/separability/top_10/layer_01",
         ],
         "Warnings (heads under alarm)": ["attn/warnings/entropy_rise"],
+        "Share of the step and of the run": ["attn/monitor/share_of_step", "attn/monitor/share_of_run"],
+        "Seconds of a sample": ["attn/monitor/seconds"],
+        "Bytes written": [],
+        "Steps between samples": [],
     }
     assert tags["images"] == ["attn/entropy/normalized/heads"]
     assert "attn/warnings/entropy_rise/text_summary" in tags["tensors"]  # count and text do not collide

@@ -25,7 +25,7 @@ from attnmon.capture import attach, compiled_modules
 from attnmon.masks import masked_softmax
 from attnmon.metrics._group import _Group
 from attnmon.normalizers import Normalizer, normalizer_from_name
-from attnmon.probe import undisturbed
+from attnmon.rerun import undisturbed
 from attnmon.rows import RowBatch, RowSampler, rows_at
 from attnmon.types import AttentionCall
 

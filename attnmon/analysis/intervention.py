@@ -18,7 +18,7 @@ from attnmon.analysis.look import count_sinks
 from attnmon.capture import attach, describe_search, find_attention, named_layers
 from attnmon.masks import masked_softmax
 from attnmon.metrics._checks import _check_flag, _check_positive, _check_top_n
-from attnmon.probe import undisturbed
+from attnmon.rerun import undisturbed
 from attnmon.rows import RowBatch, all_rows
 from attnmon.types import AttentionCall
 

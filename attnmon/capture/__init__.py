@@ -2,13 +2,21 @@
 
 from attnmon.capture.attachment import Attachment, attach
 from attnmon.capture.context import Hook
-from attnmon.capture.discovery import AttentionSite, compiled_modules, describe_search, find_attention, named_layers
+from attnmon.capture.discovery import (
+    AttentionSite,
+    compiled_around,
+    compiled_modules,
+    describe_search,
+    find_attention,
+    named_layers,
+)
 
 __all__ = [
     "Attachment",
     "AttentionSite",
     "Hook",
     "attach",
+    "compiled_around",
     "compiled_modules",
     "describe_search",
     "find_attention",

@@ -54,3 +54,10 @@ def watchers(module: nn.Module) -> list[Attachment]:
     if _BUSY.depth > 0 or not ACTIVE or recomputing():
         return []
     return [attachment for attachment in ACTIVE if not attachment.paused and module in attachment.layers]
+
+
+def rerunners(root: nn.Module) -> list[Attachment]:
+    """Attachments that want the compiled part `root`, which is being called, run once more for them."""
+    if _BUSY.depth > 0 or not ACTIVE or recomputing():
+        return []
+    return [attachment for attachment in ACTIVE if not attachment.paused and root in attachment.roots]

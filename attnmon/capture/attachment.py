@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture import _state, huggingface, multihead, sdpa
+from attnmon.capture import _state, compiled, huggingface, multihead, sdpa
 from attnmon.capture.context import Context, padding_of_mask
 from attnmon.capture.discovery import compiled_roots, named_layers, site_kind, unsupported_kernels
+from attnmon.rerun import CannotCopyError, take_sequences, undisturbed
 from attnmon.types import AttentionCall
 
 __all__ = ["Attachment", "attach"]
 
 _EXTRAS = frozenset({"hidden", "embedding", "labels"})
 _COMPILED = "it is compiled, and compiled code shows nothing of its attention"
+# Calls of a compiled part without gradients may be the steps of a generation, of which there is no end.
+_MOST_WITHOUT_GRADIENTS = 8
 
 
 class Take:
@@ -45,10 +49,14 @@ class Attachment:
     """Capture in force on one model, from `attach` until `detach`; usable as a context manager.
 
     Forward passes have to run in the thread that attached. Parts that run compiled are left alone, and reported to
-    `on_skip` (see `attnmon.capture.compiled_modules`).
+    `on_skip` (see `attnmon.capture.compiled_modules`) unless they are run once more.
 
     Attributes:
         guard: Runs what reads a call; see `attach`.
+        layers: The modules that are read now, with their paths.
+        roots: The compiled parts that are run once more.
+        ran_again: Whether any was.
+        once: Whether only their first call with gradients is.
         paused: While True, calls pass through unread.
         tokens: ``(valid, labels)``, each ``(batch, length)`` or None: what the next calls' positions are, for models
             that are not told it themselves; what is found in the arguments of the model comes first.
@@ -64,6 +72,7 @@ class Attachment:
         select: Callable[[int], Tensor | None] | None,
         guard: Callable[[Callable[[], None]], None],
         replace: Callable[[AttentionCall], Tensor | None] | None,
+        rerun: bool,
     ) -> None:
         self.paused = False
         self.guard = guard
@@ -71,31 +80,33 @@ class Attachment:
         self._answer: Tensor | None = None
         everything = named_layers(model)
         roots = compiled_roots(model)
-        compiled = {part for root in roots for part in root.modules()}
+        inside = {part for root in roots for part in root.modules()}
         # Nothing is put on modules that run compiled: hooks there would not fire, or would recompile the model.
-        self.layers = {module: layer for module, layer in everything.items() if module not in compiled}
+        self.layers = {module: layer for module, layer in everything.items() if module not in inside}
+        self.roots = frozenset(roots if rerun else ())
+        self.ran_again = self.once = False
+        self._everything = everything
+        self._extras = context
+        self._without_gradients: dict[nn.Module, int] = {}
+        self._gradients: bool | None = None  # of the call that is run once more
         self._on_call = on_call
         self._on_skip = on_skip
         self._select = select
         self._skipped: set[str] = set()
         self._lengths: dict[str, tuple[int, int]] = {}
         self._undo: list[Callable[[], None]] = []
-        hidden = [layer for module, layer in everything.items() if module in compiled and site_kind(module) is not None]
-        kinds = {module: site_kind(module) for module in self.layers}
-        sites = {kind: [m for m, k in kinds.items() if k == kind] for kind in ("huggingface", "multihead", "sdpa")}
+        hidden = [layer for module, layer in everything.items() if module in inside and site_kind(module) is not None]
+        sites = _sites(self.layers)
         try:
             self._context = Context(self.layers, context, guard)
             self._undo.append(self._context.close)
-            if sites["huggingface"]:
-                self._undo.append(huggingface.install(sites["huggingface"]))
-            self._undo.append(multihead.install(self.layers, sites["multihead"]))
-            # The mode costs a little on every torch function, and changes which kernels torch's own modules take. Where
-            # outputs are replaced, that counts for less than a call that nobody has found.
-            found = sites["huggingface"] or sites["multihead"] or hidden
-            if sites["sdpa"] or (self.layers and not found) or replace is not None:
-                self._undo.append(sdpa.install(roots))
+            self._undo += _install(self.layers, sites, unseen=not hidden)
+            # Where outputs are replaced, what the mode costs counts for less than a call that nobody has found.
+            if replace is not None:
+                self._undo.append(sdpa.install())
+            self._undo.append(compiled.install(roots))
             _state.ACTIVE.append(self)
-            for layer in hidden:
+            for layer in hidden if not rerun else ():
                 self.skip(layer, _COMPILED)
             for layer, reason in huggingface.bypassing(self.layers):
                 self.skip(layer, reason)
@@ -124,7 +135,10 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
         self.layers = {}
+        self.roots = frozenset()
+        self._everything = {}
         self._lengths.clear()
+        self._without_gradients.clear()
         self._answer = None
 
     def __enter__(self) -> Self:
@@ -134,6 +148,11 @@ class Attachment:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.detach()
+
+    @property
+    def running_again(self) -> bool:
+        """Whether a compiled part is being run once more."""
+        return self._gradients is not None
 
     @property
     def replaces(self) -> bool:
@@ -150,6 +169,58 @@ class Attachment:
         if layer not in self._skipped:
             self._skipped.add(layer)
             self._on_skip(layer, reason)
+
+    def run_again(
+        self, root: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run a compiled part as it was written, on copies of what it is called with, and read its attention.
+
+        Args:
+            root: The part, out of `roots`.
+            original: What runs it, given the stance to run uncompiled.
+            args: Positional arguments of the call that is about to be made.
+            kwargs: Keyword arguments of that call.
+        """
+        gradients = torch.is_grad_enabled()
+        if self.once and (self.ran_again or not gradients):
+            return
+        if not gradients:
+            self._without_gradients[root] = self._without_gradients.get(root, 0) + 1
+            if self._without_gradients[root] > _MOST_WITHOUT_GRADIENTS:
+                return
+        modules = {m: self._everything[m] for m in root.modules() if m in self._everything}
+        select = self._select if self._select is not None else lambda batch: None
+        try:
+            (args, kwargs), batch, index = take_sequences((args, kwargs), select)
+        except CannotCopyError as error:
+            for module, layer in modules.items():
+                if site_kind(module) is not None:
+                    self.skip(layer, f"{_COMPILED}; it can't be run once more on a {error}, which that may change")
+            return
+        keep = Take(batch or 0, index)
+        valid, labels = (None if tensor is None else keep(tensor) for tensor in self._context.known)
+        with undisturbed(root), self._reading(modules):
+            self.ran_again = True
+            self._gradients = gradients
+            self._context.tokens = (valid, labels)
+            original(*args, **kwargs)
+
+    @contextmanager
+    def _reading(self, modules: dict[nn.Module, str]) -> Iterator[None]:
+        """Within, these modules are read, and no others."""
+        outside = self.layers, self._context
+        undo: list[Callable[[], None]] = []
+        try:
+            self.layers = modules
+            self._context = Context(modules, self._extras, self.guard)
+            undo.append(self._context.close)
+            undo += _install(modules, _sites(modules), unseen=True)
+            yield
+        finally:
+            while undo:
+                undo.pop()()
+            self.layers, self._context = outside
+            self._gradients = None
 
     def deliver(
         self,
@@ -191,8 +262,10 @@ class Attachment:
                 )
                 return
             call = self._surround(module, layer, call, take, sizes, crosses)
+        gradients = torch.is_grad_enabled() if self._gradients is None else self._gradients
         with _state.busy():
-            self._on_call(call)
+            with torch.set_grad_enabled(gradients):
+                self._on_call(call)
             if self._replace is not None:
                 with torch.no_grad():
                     self._answer = _checked(call, self._replace(call))
@@ -254,6 +327,30 @@ class Attachment:
         return decoding
 
 
+def _sites(layers: dict[nn.Module, str]) -> dict[str, list[nn.Module]]:
+    kinds = {module: site_kind(module) for module in layers}
+    return {kind: [m for m, k in kinds.items() if k == kind] for kind in ("huggingface", "multihead", "sdpa")}
+
+
+def _install(
+    layers: dict[nn.Module, str], sites: dict[str, list[nn.Module]], *, unseen: bool
+) -> list[Callable[[], None]]:
+    """Attach to the attention of `layers`; with `unseen`, look for any if none was found."""
+    undo: list[Callable[[], None]] = []
+    try:
+        if sites["huggingface"]:
+            undo.append(huggingface.install(sites["huggingface"]))
+        undo.append(multihead.install(layers, sites["multihead"]))
+        # The mode costs a little on every torch function, and changes which kernels torch's own modules take.
+        if sites["sdpa"] or (unseen and layers and not (sites["huggingface"] or sites["multihead"])):
+            undo.append(sdpa.install())
+    except BaseException:
+        while undo:
+            undo.pop()()
+        raise
+    return undo
+
+
 def _checked(call: AttentionCall, answer: Tensor | None) -> Tensor | None:
     if answer is None:
         return None
@@ -288,6 +385,7 @@ def attach(
     select: Callable[[int], Tensor | None] | None = None,
     guard: Callable[[Callable[[], None]], None] = _unguarded,
     replace: Callable[[AttentionCall], Tensor | None] | None = None,
+    rerun: bool = False,
 ) -> Attachment:
     """Start capturing the attention calls that the modules of `model` make.
 
@@ -310,6 +408,11 @@ def attach(
             are not replaced either: each such layer is reported to `on_skip`, `nn.MultiheadAttention` at once.
             Single queries that continue a sequence are handed on here. Of several attachments that replace the same
             call, the one made last prevails; all of them see the module's own output.
+        rerun: Parts that run compiled are run once more, before each call of them: uncompiled, in eval mode, without
+            gradients, on copies of what they are called with (of the sequences of `select` only, where it is clear
+            what these are; see `attnmon.rerun.take_sequences`), with the random states put back. That costs one such
+            forward pass, and hooks of others on modules inside run in it, too. Grad mode in `on_call` is that of the
+            compiled call. False: such parts are reported to `on_skip`.
 
     Returns:
         The attachment, in force.
@@ -328,4 +431,13 @@ def attach(
             "Expected `replace` without `select`, but got both: a call is replaced for all of its sequences. Drop "
             "`select`."
         )
-    return Attachment(model, on_call, on_skip, context=frozenset(context), select=select, guard=guard, replace=replace)
+    return Attachment(
+        model,
+        on_call,
+        on_skip,
+        context=frozenset(context),
+        select=select,
+        guard=guard,
+        replace=replace,
+        rerun=rerun and replace is None,
+    )

@@ -161,6 +161,18 @@ class Context:
                 return
         self._hidden.pop(module, None)
 
+    @property
+    def known(self) -> tuple[Tensor | None, Tensor | None]:
+        """Padding mask and labels of what runs now, ``(batch, length)`` each: as found, else as set from outside."""
+        if not self._frames:
+            return (None, None) if self.tokens is None else self.tokens
+        if any(frame.is_encoder_decoder for frame in self._frames):
+            return None, None
+        mask = next((frame.mask for frame in reversed(self._frames) if frame.mask is not None), None)
+        labels = next((frame.labels for frame in reversed(self._frames) if frame.labels is not None), None)
+        outside = (None, None) if self.tokens is None else self.tokens
+        return (outside[0] if mask is None else mask), (outside[1] if labels is None else labels)
+
     def hidden(self, module: nn.Module, batch: int, kv_len: int) -> Tensor | None:
         """Input that the keys of `module` were made from, if it is known and has as many positions as the keys."""
         seen = self._hidden.get(module)

@@ -16,6 +16,7 @@ from torch import nn
 __all__ = [
     "AttentionSite",
     "clean_name",
+    "compiled_around",
     "compiled_modules",
     "compiled_roots",
     "describe_search",
@@ -132,25 +133,66 @@ def describe_search(model: nn.Module) -> str:
 def compiled_modules(model: nn.Module) -> list[str]:
     """Paths of the modules that `torch.compile` has been applied to; the root's path is ``""``.
 
-    Attention inside them is captured only under ``torch.compiler.set_stance("force_eager")``, entered before
-    `attach`. Code that compiles a function around the model, rather than the model, can't be seen from the model.
+    Attention inside them is captured only by running them once more (see `attnmon.capture.attach`), or under
+    ``torch.compiler.set_stance("force_eager")``, entered before `attach`. Code that compiles a function around the
+    model, rather than the model, can't be seen from the model.
     """
     return list(dict.fromkeys(clean_name(name) for name, module in model.named_modules() if _is_compiled(module)))
 
 
 def compiled_roots(model: nn.Module) -> list[nn.Module]:
-    """The modules that `torch.compile` has been applied to, if their compiled code would run now."""
+    """The outermost modules that `torch.compile` has been applied to, if their compiled code would run now."""
     roots = [module for module in model.modules() if _is_compiled(module)]
     if roots:
         from torch._dynamo import eval_frame
 
         if getattr(getattr(eval_frame, "_stance", None), "stance", None) == "force_eager":
             return []
-    return roots
+    inside = {part for root in roots for part in root.modules() if part is not root}
+    return [root for root in roots if root not in inside]
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return _is_compiled_function(vars(module).get("forward", type(module).forward))
+
+
+def _is_compiled_function(value: Any) -> bool:
+    return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, nn.Module)
+
+
+def compiled_around(owner: nn.Module, method: str) -> bool:
+    """Whether a method of `owner` that calls models is compiled, in whole or in a function that it calls.
+
+    What models it calls, and with what, can't be seen from outside then. Models that are compiled themselves are
+    another matter: see `compiled_modules`.
+    """
+    function = getattr(owner, method)
+    if _is_compiled_function(function):
+        return True
+    own = {name: value for name, value in vars(owner).items() if name != "forward"}
+    for base in type(owner).__mro__:
+        if base.__module__.partition(".")[0] not in (*_LIBRARIES, "lightning", "pytorch_lightning", "builtins"):
+            own |= {name: value for name, value in vars(base).items() if name != "forward"}
+    if any(_is_compiled_function(value) for value in own.values()):
+        return True
+    seen: set[int] = set()
+    plain = _plain(function)
+    return plain is not None and _calls_compiled(plain, type(owner), _MAX_DEPTH, seen)
+
+
+def _calls_compiled(function: types.FunctionType, cls: type, depth: int, seen: set[int]) -> bool:
+    if id(function) in seen or depth == 0:
+        return False
+    seen.add(id(function))
+    for reached in _reachable(function, cls):
+        if _is_compiled_function(reached):
+            return True
+        plain = _plain(reached)
+        if plain is not None and _calls_compiled(plain, cls, depth - 1, seen):
+            return True
+    return False
 
 
 def _library(cls: type) -> str | None:

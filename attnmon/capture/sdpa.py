@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attnmon.capture import _mode, _patch, _state, multihead
+from attnmon.capture import _mode, _state, multihead
 from attnmon.types import AttentionCall
 
 if TYPE_CHECKING:
@@ -53,35 +53,9 @@ class _Mode(TorchFunctionMode):
         return returned
 
 
-def install(compiled: list[nn.Module]) -> Callable[[], None]:
-    """Start looking; the returned function stops it.
-
-    Args:
-        compiled: Modules that `torch.compile` has been applied to. A compiler would have to trace the mode, for
-            another graph and not always with success, so the mode is put aside while they run.
-    """
-    wrapped = [module for module in compiled if getattr(module, "_compiled_call_impl", None) is not None]
-    undo = [
-        _mode.push(_MODE),
-        _patch.replace([module for module in compiled if module not in wrapped], "forward", _forward),
-        _patch.replace(wrapped, "_compiled_call_impl", _compiled_call_impl),
-    ]
-
-    def uninstall() -> None:
-        while undo:
-            undo.pop()()
-
-    return uninstall
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with _mode.aside():
-        return _patch.original(self, "forward")(*args, **kwargs)
-
-
-def _compiled_call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with _mode.aside():
-        return _patch.original(self, "_compiled_call_impl")(*args, **kwargs)
+def install() -> Callable[[], None]:
+    """Start looking; the returned function stops it."""
+    return _mode.push(_MODE)
 
 
 _MODE = _Mode()

@@ -8,6 +8,7 @@ from attnmon.dashboard.layout import custom_scalars_layout
 from attnmon.dashboard.names import (
     QUANTITIES,
     Quantity,
+    cost_scalars,
     image_tag,
     scalar_tag,
     scalars,
@@ -21,6 +22,7 @@ __all__ = [
     "QUANTITIES",
     "Quantity",
     "alert_markdown",
+    "cost_scalars",
     "custom_scalars_layout",
     "heads_image",
     "image_tag",

@@ -17,6 +17,14 @@ _LEAD = (  # one chart each on the first page; of the quantities with an argumen
 )  # fmt: skip
 
 
+_COST = {
+    "Share of the step and of the run": "share_of_[a-z]+",
+    "Seconds of a sample": "seconds",
+    "Bytes written": "bytes_written",
+    "Steps between samples": "every_n_steps",
+}
+
+
 def _nearest(quantities: Sequence[str], name: str, target: float | None) -> str | None:
     """The quantity called ``name`` whose argument is nearest to ``target`` (by ratio)."""
     found: list[tuple[float, str]] = []
@@ -38,7 +46,7 @@ def custom_scalars_layout(
     """TensorBoard's "Custom Scalars" page, arranged: one chart per quantity, one curve per layer.
 
     The first category, "Attention", holds one chart per family (of several N the one nearest 10, of several
-    temperatures the model's own) and the warnings; a second one holds the rest.
+    temperatures the model's own) and the warnings; a second one holds the rest, a third what the monitor costs.
 
     Args:
         quantities: Names of what is logged, e.g. ``snapshot.values``.
@@ -70,4 +78,7 @@ def custom_scalars_layout(
     layout = {"Attention": first}
     if rest:
         layout["Attention: more"] = {title(quantity): chart(quantity) for quantity in rest}
+    layout["Cost of the monitor"] = {
+        name: ["Multiline", [f"^{re.escape(prefix)}/monitor/{pattern}$"]] for name, pattern in _COST.items()
+    }
     return layout

@@ -11,6 +11,7 @@ __all__ = [
     "BY_NAME",
     "QUANTITIES",
     "Quantity",
+    "cost_scalars",
     "image_tag",
     "path_of",
     "scalar_tag",
@@ -280,6 +281,20 @@ def warning_scalars(counts: Mapping[str, int], prefix: str = "attn") -> dict[str
         {'attn/warnings/entropy_rise': 5.0}
     """
     return {warning_tag(rule, prefix): float(count) for rule, count in counts.items()}
+
+
+def cost_scalars(cost: Mapping[str, float], prefix: str = "attn") -> dict[str, float]:
+    """What the monitor costs, as scalars; what is not known (NaN) is absent.
+
+    Args:
+        cost: Name to number.
+        prefix: First part of each key.
+
+    Example:
+        >>> cost_scalars({"seconds": 0.4, "share_of_step": float("nan")})
+        {'attn/monitor/seconds': 0.4}
+    """
+    return {f"{prefix}/monitor/{name}": float(value) for name, value in cost.items() if math.isfinite(value)}
 
 
 def short_number(value: float) -> str:
