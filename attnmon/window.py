@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from attnmon.agreement import contradicts, full_precision, value_size
+from attnmon import fused
+from attnmon.agreement import contradicts, disagrees, full_precision, value_size
 from attnmon.capture import Attachment, attach
+from attnmon.masks import masked_softmax
 from attnmon.quantities import Column, Measurer
 from attnmon.rows import RowSampler, row_batches
 from attnmon.sums import LayerSums
 from attnmon.types import AttentionCall
 
 __all__ = ["Window", "WindowOptions"]
+
+_CHECKED_ROWS = 16  # per sequence, where all are measured without being formed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +150,8 @@ class Window:
                 f"it was called with {sums.data.shape[1]} and then with {call.num_heads} heads in one step"
             )
             return
+        if self.sampler.rows == "all" and self._add_fused(call, sums):
+            return
         own = self.options.vectors == "value"
         vectors = None if own else self._vectors(call)
         sequences, carried, size = None, None, None
@@ -160,8 +166,27 @@ class Window:
             nonfinite += (~batch.finite & (batch.weight > 0)[:, None]).sum(dim=(0, 2))
             if call.output is not None:
                 mismatch |= contradicts(call.output, batch, measured.output, measured.largest, size)
-        padding = torch.zeros((), device=call.query.device) if call.valid is None else (~call.valid.bool()).sum()
-        sums.add_call(nonfinite, mismatch, padding, call.temperature)
+        self._measurer.release()
+        sums.add_call(nonfinite, mismatch, _padding(call), call.temperature)
+
+    def _add_fused(self, call: AttentionCall, sums: LayerSums) -> bool:
+        """Adds every row without forming the weights, if what is wanted and what the call is like allow for that."""
+        bases = [column.base for column in self.options.columns]
+        if not set(bases) <= fused.BASES:
+            return False
+        found = fused.fused_rows(call, bases)
+        if found is None:
+            return False
+        batch, _, q_len, _ = call.query.shape
+        weight = torch.ones(batch, q_len, device=call.query.device) if call.valid is None else call.valid.float()
+        sums.add_rows(torch.stack([found[base] for base in bases]), weight)
+        mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
+        if call.output is not None:  # some rows are enough to tell whether the arguments explain it
+            for rows in row_batches(call, RowSampler(_CHECKED_ROWS, batch, "agreement")):
+                mismatch |= disagrees(call.output, rows, masked_softmax(rows.logits, rows.mask))
+        nothing = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
+        sums.add_call(nothing, mismatch, _padding(call), call.temperature)
+        return True
 
     def _vectors(self, call: AttentionCall) -> Tensor | None:
         """What the keys carry, where that is not the head's own values: (batch, 1, n, d), shared by all heads."""
@@ -178,6 +203,6 @@ class Window:
         return vectors[:, None]
 
 
-def silent_layers(found: Sequence[str], window: Window) -> list[str]:
-    """Layers that were found in the model and of which the step showed nothing."""
-    return [layer for layer in found if layer not in window.sums and layer not in window.not_measured]
+def _padding(call: AttentionCall) -> Tensor:
+    """How many query positions are padding."""
+    return torch.zeros((), device=call.query.device) if call.valid is None else (~call.valid.bool()).sum()

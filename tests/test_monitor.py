@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from toys import NanoModel, run_once, tiny_gpt2, token_batches
+from toys import NanoModel, run_once, spread, tiny_gpt2, token_batches
 
 from attnmon import watch
 
@@ -115,6 +115,26 @@ class TestFigures:
         estimates = [run_once(model, batch, rows=10, seed=seed, alerts=False) for seed in range(40)]
         values = np.array([snapshot.values["entropy"][1][0] for snapshot in estimates])
         assert abs(values.mean() - whole) < 4 * values.std(ddof=1) / math.sqrt(40)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_every_row_without_its_weights_gives_the_same(self, padded, monkeypatch):
+        model, (batch,) = spread(tiny_gpt2()), token_batches(1)
+        if padded:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, 50:] = 0
+        wanted = ["entropy", "entropy_normalized", "effective_keys", "first_key_weight", "score_max"]
+        arguments = {"rows": "all", "sequences": 9, "alerts": False, "quantities": wanted}
+        monkeypatch.setattr("attnmon.window.Measurer.measure", lambda *_, **__: pytest.fail("weights were formed"))
+        fused = run_once(model, batch, **arguments)
+        monkeypatch.undo()
+        monkeypatch.setattr("attnmon.fused.BASES", frozenset())
+        formed = run_once(model, batch, **arguments)
+        assert fused.rows_used == formed.rows_used
+        assert fused.padding == formed.padding
+        for quantity in wanted:
+            for layer in (0, 1):
+                assert fused.values[quantity][layer] == pytest.approx(formed.values[quantity][layer], rel=1e-5)
+                assert fused.errors[quantity][layer] == pytest.approx(formed.errors[quantity][layer], rel=1e-3)
 
     def test_a_model_in_half_precision_is_measured_in_float32(self):
         model, (batch,) = tiny_gpt2().bfloat16(), token_batches(1)

@@ -93,7 +93,8 @@ class TestTrouble:
                 monitor.step()
         assert monitor.latest.alerts
 
-    def test_a_call_that_the_arguments_do_not_explain_is_named_and_not_measured(self):
+    @pytest.mark.parametrize("arguments", [{}, {"rows": "all", "alerts": False, "quantities": ["entropy"]}])
+    def test_a_call_that_the_arguments_do_not_explain_is_named_and_not_measured(self, arguments):
         """Attention with something on top that the query and key don't show."""
 
         def sharpened(module, query, key, value, attention_mask, **kwargs):
@@ -105,7 +106,7 @@ class TestTrouble:
             model, (batch,) = tiny_gpt2(initializer_range=0.5), token_batches(1)
             model.set_attn_implementation("sharpened")
             with pytest.warns(UserWarning, match="transformer.h.0.attn"):
-                assert run_once(model, batch) is None
+                assert run_once(model, batch, **arguments) is None
         finally:
             del AttentionInterface._global_mapping["sharpened"]
             del AttentionMaskInterface._global_mapping["sharpened"]
