@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ RECIPES = {
     "finetune": "finetune",
     "figures": "reproduce_figures",
     "compare_normalizers": "compare_normalizers",
+    "overhead": "overhead",
 }  # configs/<folder>/<name>.yaml to recipes/<script>.py
 
 
@@ -31,7 +34,7 @@ def header_command(config: Path) -> list[str]:
 
 
 def test_configs_are_found() -> None:
-    assert len(CONFIGS) >= 8
+    assert len(CONFIGS) >= 9
     assert sorted(CONFIGS) == sorted(config for folder in RECIPES for config in of(folder))  # each one is run below
 
 
@@ -44,11 +47,23 @@ def test_header_is_the_run_command(config: Path) -> None:
     assert Path(command[1]).stem == RECIPES[config.parent.name]
 
 
-def run_header(config: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The header's command with more options; it has to succeed, and to warn of nothing."""
+def run_header(config: Path, *options: str, nodes: int = 1) -> subprocess.CompletedProcess[str]:
+    """The header's command with more options, on every node; it has to succeed, and to warn of nothing."""
     command = [sys.executable, *header_command(config)[1:], *options]
     # an address that nothing listens on: a run that asks the hub fails at once rather than hanging
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    if nodes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ThreadPoolExecutor(nodes) as pool:
+        runs = list(pool.map(lambda node: run_node(command, environment | {"NODE_RANK": str(node)}), range(nodes)))
+    for run in runs[1:]:
+        assert "Attention at step" not in run.stdout  # the first node reports for all
+    return runs[0]
+
+
+def run_node(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )
@@ -72,13 +87,14 @@ def test_finetune(config: Path, tmp_path: Path, model_dir: Path, text_file: Path
         "--data.context=32",
         "--data.batch_size=2",
     ]
+    nodes = written["trainer"].get("num_nodes", 1)  # all of them on this machine
     if written["trainer"]["accelerator"] != "cpu":  # as on the GPU, with gloo in place of nccl
-        devices = 2 if "strategy" in written["trainer"] else 1
+        devices = 2 if "strategy" in written["trainer"] and nodes == 1 else 1
         options += ["--trainer.accelerator=cpu", f"--trainer.devices={devices}"]
     if written["model"].get("model"):
         options += [f"--model.model={model_dir}"]
 
-    run = run_header(config, *options)
+    run = run_header(config, *options, nodes=nodes)
     assert "Attention at step 0" in run.stdout
     assert "tensorboard --logdir" in run.stdout
 
@@ -129,3 +145,18 @@ def test_compare_normalizers(config: Path, tmp_path: Path, model_dir: Path, text
         assert f"│ {name} " in run.stdout
     for ending in ("png", "svg", "csv"):
         assert (tmp_path / f"normalizers.{ending}").stat().st_size > 500
+
+
+@pytest.mark.parametrize("config", of("overhead"), ids=str)
+def test_overhead(config: Path, tmp_path: Path) -> None:
+    options = ["--length=64", "--batch=1", "--n_layer=2", "--n_head=2", "--n_embd=16", "--vocab_size=64"]
+    options += ["--repeats=2", "--warmup=1", "--lengths=[32,48]", "--rows=[4,8]", "--heads=[1,2]", "--event_samples=1"]
+    options += ["--top_n_counts=[1,2]", "--temperature_counts=[1,2]", "--device=cpu", "--threads=1"]
+    run = run_header(config, *options, f"--output={tmp_path / 'overhead.md'}")
+    assert not run.stderr, run.stderr
+    written = (tmp_path / "overhead.md").read_text(encoding="utf-8")
+    for title in ("Training step", "What a sample adds", "Every row", "Growth of a sample", "Event file"):
+        assert title in run.stdout
+        assert f"**{title}" in written
+    for row in ("no monitor", "monitor, not sampled", "monitor, sampled", "eager: entropy, top 20", "fused forward"):
+        assert f"│ {row} " in run.stdout
