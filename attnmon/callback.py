@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attnmon.alerts import AlertRules
-from attnmon.capture import compiled_around
+from attnmon.capture import anything_compiled, compiled_around
 from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
@@ -78,9 +80,13 @@ class AttentionMonitor(pl.Callback):
         source: ``"train"`` reads the training batch as it passes, no extra forward; ``"probe"`` runs a fixed
             validation batch before each sampled step, in eval mode under ``no_grad``, so that figures of different
             steps compare like with like. It costs one such forward.
-        rows: Query positions looked at per sequence, stratified over position, or ``"all"``. The standard error falls
-            with the square root of the number of rows.
-        sequences: Most sequences of a batch that are looked at, drawn at random.
+        rows: Query positions looked at per sequence, stratified over position, or ``"all"``. Every valid position is
+            equally likely to be drawn, so the mean over rows is an unbiased estimate of that over all of them; its
+            standard error (``snapshot.errors``) falls with the square root of the number of rows, or faster.
+        sequences: Most sequences of a batch that are looked at, drawn at random. How far they differ from each other
+            is an error of its own, which falls with the square root of their number, is 0 where all are looked at,
+            and is not part of ``snapshot.errors``. Where they differ in length the mean over some is a ratio
+            estimate, with a small bias.
         tokens: ``"valid"`` looks at all tokens that are not padding; ``"labelled"`` at those whose label is not -100.
         top_n: Sizes N of the selected set, for separability and distance.
         temperatures: Temperatures of the Jacobian norms as multiples of the model's own; 1.0 is always measured.
@@ -189,6 +195,7 @@ class AttentionMonitor(pl.Callback):
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
         self._laid_out: set[str] = set()
+        self._validates = validation_batches
         self._written = 0  # bytes, in TensorBoard's event files
 
     @property
@@ -246,6 +253,17 @@ class AttentionMonitor(pl.Callback):
             optimizers = max(1, len(trainer.optimizers))
             self._step, self._stepped = trainer.global_step // optimizers, False
         self._restored = False
+        self._validates = self.validation_batches
+        if self.validation_batches and trainer.world_size > 1:
+            # A process without validation data gets no hook, and the others would wait for it.
+            mine = bool(trainer.num_val_batches) and trainer.num_val_batches[0] > 0
+            if not trainer.strategy.reduce_boolean_decision(mine):
+                self._validates = 0
+                rank_zero_warn(
+                    "attnmon does not look at validation batches in this run: a process has none. Give every process "
+                    "some, or leave validation_batches at 0.",
+                    category=UserWarning,
+                )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the model as it was found: Lightning calls no teardown after an error."""
@@ -283,9 +301,9 @@ class AttentionMonitor(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Reads the batch by a pass of its own where the training step showed nothing: it ran inside compiled code."""
         batch, self._batch = self._batch, None
-        if batch is None or not self._monitor.sees_nothing:
+        if batch is None or not self._monitor.sees_nothing or not anything_compiled():
             return
-        self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
+        self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch, certain=False))
         self._compiled_step = not self._monitor.sees_nothing  # if this sees nothing either it was something else
         self._looks_twice = self._compiled_step
 
@@ -310,7 +328,7 @@ class AttentionMonitor(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attaches for the first batches of a validation."""
-        if trainer.sanity_checking or dataloader_idx > 0 or batch_idx >= self.validation_batches:
+        if trainer.sanity_checking or dataloader_idx > 0 or batch_idx >= self._validates:
             return
         if self._monitor.failed:
             return
@@ -327,7 +345,7 @@ class AttentionMonitor(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Detaches after the last of them."""
-        if dataloader_idx == 0 and batch_idx + 1 >= self.validation_batches:
+        if dataloader_idx == 0 and batch_idx + 1 >= self._validates:
             self._monitor.detach()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -349,14 +367,20 @@ class AttentionMonitor(pl.Callback):
         """
         call_model(_probe_target(pl_module), batch)
 
-    def _second_pass(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Callable[[Window], None]:
+    def _second_pass(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *, certain: bool = True
+    ) -> Callable[[Window], None]:
+        """What runs the model on the sequences looked at; with `certain`, a failure is one of the monitor."""
+
         def run(window: Window) -> None:
             part = take_sequences(batch, window.sampler.select)[0]
             _tell_tokens(window, part)
             try:
                 with undisturbed(pl_module), trainer.precision_plugin.forward_context():
-                    self.run_probe(pl_module, part)
+                    self._run(trainer, pl_module, part)
             except Exception as error:
+                if not certain:  # that nothing was seen may have had another reason
+                    return
                 raise RuntimeError(
                     "attnmon has to run the model on the training batch by itself, because the training step is "
                     "compiled, and that failed. Override AttentionMonitor.run_probe(pl_module, batch) to say how, or "
@@ -380,9 +404,33 @@ class AttentionMonitor(pl.Callback):
 
         def run(_: Window) -> None:
             with undisturbed(pl_module), trainer.precision_plugin.forward_context():
-                self.run_probe(pl_module, self._probe_batch)
+                self._run(trainer, pl_module, self._probe_batch)
 
         return run
+
+    def _run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
+        """`run_probe`, through the wrapper that gathers a sharded module's parameters, as the Trainer's steps go."""
+        wrapper = trainer.strategy.model
+        if not isinstance(wrapper, FullyShardedDataParallel):
+            self.run_probe(pl_module, batch)
+            return
+        own = vars(pl_module).get("forward")
+
+        def restore() -> None:
+            if own is None:
+                vars(pl_module).pop("forward", None)
+            else:
+                vars(pl_module)["forward"] = own
+
+        def forward(batch: Any) -> None:
+            restore()
+            self.run_probe(pl_module, batch)
+
+        vars(pl_module)["forward"] = forward
+        try:
+            wrapper(batch)
+        finally:
+            restore()
 
     # -- loggers ------------------------------------------------------------------------------------------------
 

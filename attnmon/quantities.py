@@ -215,6 +215,10 @@ class Measurer:
         largest = known["score_max"].view(batch.logits.shape[:3]) if known else score_max(batch.logits, mask=batch.mask)
         return Measured(values, batch.per_head(output), batch.per_head(largest))
 
+    def release(self) -> None:
+        """Lets go of what belongs to the keys of the last call."""
+        self._carried = None
+
     def _together(self, batch: RowBatch, vectors: Tensor | None) -> dict[str, Tensor] | None:
         """What can be made in one pass, ``(batch * num_kv_heads, group * rows)`` each and the weights as they are."""
         logits = batch.logits

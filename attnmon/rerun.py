@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["CannotCopyError", "take_sequences", "uncompiled", "undisturbed"]
+__all__ = ["CannotCopyError", "sharded_modules", "take_sequences", "uncompiled", "undisturbed"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
@@ -36,6 +36,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
         for module, mode in training:
             module.training = mode
+        for module in sharded_modules(model):  # left gathered after a forward, for the backward that follows
+            module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Modules of `model` that `torch.distributed.fsdp.fully_shard` has been applied to."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def uncompiled() -> AbstractContextManager[object]:

@@ -17,6 +17,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of names that it deprecates
     import torch._inductor.compile_fx
 
+torch._inductor.config.compile_threads = 1  # a pool of processes takes longer to start than these models to compile
+eager = partial(torch.compile, backend="aot_eager")  # compiled as far as the monitor can tell, but at once
+
 pytestmark = [
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore", "error:attnmon"),  # the compiler has its own to say
@@ -101,7 +104,7 @@ def plain_loop(compile_model, every, model=None, batches=None):
 
 
 @pytest.mark.parametrize(
-    ("how", "cadences"), [("around", (1, 3)), ("in_place", (1, 3)), ("by_block", (3,)), ("by_forward", (3,))]
+    ("how", "cadences"), [("around", (3,)), ("in_place", (1, 3)), ("by_block", (3,)), ("by_forward", (1,))]
 )
 def test_plain_loop(how, cadences):
     expected, _ = plain_loop(COMPILE[how], None)
@@ -196,7 +199,7 @@ def test_a_compiled_step_that_nobody_told_of_is_left_as_it_is():
     def run(every):
         model = seeded()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = torch.compile(lambda batch: model(**batch).loss)
+        step = eager(lambda batch: model(**batch).loss)
         losses = []
         monitor = None if every is None else watch(model, every, strict=True).__enter__()
         for batch in token_batches(4):
@@ -232,7 +235,7 @@ class CompiledStep(LanguageModule):
 class CompiledLoss(LanguageModule):
     def __init__(self, model):
         super().__init__(model)
-        self.compute = torch.compile(self._compute)
+        self.compute = eager(self._compute)
 
     def _compute(self, batch):
         return self(**batch).loss
@@ -241,7 +244,7 @@ class CompiledLoss(LanguageModule):
         return self.compute(batch)
 
 
-@torch.compile
+@eager
 def compiled_loss(model, batch):
     return model(**batch).loss
 
@@ -256,7 +259,7 @@ class HidesCompiled(LanguageModule):
 
     def __init__(self, model):
         super().__init__(model)
-        self.table = {"loss": torch.compile(lambda batch: self.model(**batch).loss)}
+        self.table = {"loss": eager(lambda batch: self.model(**batch).loss)}
 
     def training_step(self, batch, batch_idx):
         return self.table["loss"](batch)
@@ -299,7 +302,7 @@ def fit(tmp_path, make, every, dropout=0.1, **arguments):
 @pytest.mark.parametrize("how", LIGHTNING)
 def test_lightning(how, tmp_path):
     expected, _ = fit(tmp_path, LIGHTNING[how], None)
-    for every in (1, 3) if how in ("module", "step") else (3,):
+    for every in (1, 3) if how == "module" else (3,):
         torch._dynamo.reset()
         found, snapshots = fit(tmp_path, LIGHTNING[how], every)
         assert_same(found, expected)
@@ -309,7 +312,7 @@ def test_lightning(how, tmp_path):
 
 def test_lightning_figures(tmp_path):
     _, expected = fit(tmp_path, Plain, 1, dropout=0.0)
-    _, found = fit(tmp_path, compiled_module, 1, dropout=0.0)
+    _, found = fit(tmp_path, lambda model: eager(Plain(model)), 1, dropout=0.0)
     for one, other in zip(found, expected, strict=True):
         assert one.layers == other.layers
         assert figures(one) == pytest.approx(figures(other), rel=2e-3, abs=2e-4)
@@ -320,7 +323,7 @@ def test_a_second_pass_that_fails_says_how_to_help(tmp_path):
         def forward(self, tokens):
             raise NotImplementedError
 
-        @torch.compile
+        @eager
         def training_step(self, batch, batch_idx):
             return self.model(**batch).loss
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -92,6 +99,94 @@ class ValidatedModule(LanguageModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self(**batch).loss, batch_size=len(batch["input_ids"]))
+
+
+class MemoryLogger(Logger):
+    """Keeps what it is given: ``calls`` holds (step, metrics)."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def of(self, prefix: str) -> list[tuple[int | None, dict[str, float]]]:
+        """The calls with a key that begins so."""
+        return [(step, metrics) for step, metrics in self.calls if any(key.startswith(prefix) for key in metrics)]
+
+
+def seed_all(seed: int = 7) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def digest(value: Any) -> str:
+    """A fingerprint of nested containers of tensors and plain values: another one as soon as a bit differs."""
+    sha = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if hasattr(part, "to_local"):  # a shard
+            add(part.to_local())
+        elif isinstance(part, torch.Tensor):
+            add((str(part.dtype), tuple(part.shape)))
+            sha.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, np.ndarray):
+            sha.update(part.tobytes())
+        elif isinstance(part, Mapping):
+            add(list(part.items()))
+        elif isinstance(part, list | tuple):
+            for entry in part:
+                add(entry)
+        else:
+            sha.update(f"{part!r};".encode())
+
+    add(value)
+    return sha.hexdigest()[:16]
+
+
+def random_states() -> dict[str, str]:
+    """Fingerprints of every global random generator."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return {name: digest(state) for name, state in states.items()}
+
+
+class Bits(pl.Callback):
+    """Fingerprints of what a run computes on its way."""
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.gradients: list[str] = []
+        self.validations: list[str] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradients.append(digest([p.grad for p in pl_module.parameters()]))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(digest(outputs))
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validations.append(digest(trainer.callback_metrics))
+
+
+def bits_of(seen: Bits, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    return {
+        "losses": seen.losses,
+        "gradients": seen.gradients,
+        "validations": seen.validations,
+        "parameters": {name: digest(tensor) for name, tensor in module.state_dict().items()},
+        "optimizers": [digest(optimizer.state_dict()) for optimizer in optimizers],
+        **random_states(),
+    }
 
 
 def loader(batches) -> DataLoader:

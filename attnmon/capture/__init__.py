@@ -4,6 +4,7 @@ from attnmon.capture.attachment import Attachment, attach
 from attnmon.capture.context import Hook
 from attnmon.capture.discovery import (
     AttentionSite,
+    anything_compiled,
     compiled_around,
     compiled_modules,
     describe_search,
@@ -15,6 +16,7 @@ __all__ = [
     "Attachment",
     "AttentionSite",
     "Hook",
+    "anything_compiled",
     "attach",
     "compiled_around",
     "compiled_modules",

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from attnmon.capture import _state, compiled, huggingface, multihead, sdpa
 from attnmon.capture.context import Context, padding_of_mask
-from attnmon.capture.discovery import compiled_roots, named_layers, site_kind, unsupported_kernels
+from attnmon.capture.discovery import (
+    compiled_roots,
+    named_layers,
+    site_kind,
+    tensor_parallel,
+    unsupported_kernels,
+)
 from attnmon.rerun import CannotCopyError, take_sequences, undisturbed
 from attnmon.types import AttentionCall
 
@@ -253,6 +259,9 @@ class Attachment:
             call = build(layer, take)
             if isinstance(call, str):
                 self.skip(layer, call)
+                return
+            if tensor_parallel(module, call.query, call.key):
+                self.skip(layer, "its heads are spread over processes (tensor parallelism), and each sees only its own")
                 return
             if call.unexplained and call.output is None:
                 named = ", ".join(f"`{name}`" for name in call.unexplained)

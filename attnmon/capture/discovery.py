@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,8 +14,11 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import nn
 
+from attnmon.rerun import sharded_modules
+
 __all__ = [
     "AttentionSite",
+    "anything_compiled",
     "clean_name",
     "compiled_around",
     "compiled_modules",
@@ -22,6 +26,7 @@ __all__ = [
     "describe_search",
     "find_attention",
     "named_layers",
+    "tensor_parallel",
     "unsupported_kernels",
 ]
 
@@ -160,6 +165,32 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _is_compiled_function(value: Any) -> bool:
     return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, nn.Module)
+
+
+def anything_compiled() -> bool:
+    """Whether any code has been compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and sum(utils.counters["frames"].values()) > 0
+
+
+def tensor_parallel(module: nn.Module, *tensors: Any) -> bool:
+    """Whether the heads of a module that is attending now are spread over processes.
+
+    Its parameters are sharded tensors then. Those of fully sharded modules are gathered while they run, but for
+    submodules that are fully sharded by themselves and have run already.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return False
+    if any(isinstance(tensor, distributed.DTensor) for tensor in tensors):
+        return True
+    gathered = {part for own in sharded_modules(module) if own is not module for part in own.modules()}
+    return any(
+        isinstance(parameter, distributed.DTensor) and any(placement.is_shard() for placement in parameter.placements)
+        for part in module.modules()
+        if part not in gathered
+        for parameter in part.parameters(recurse=False)
+    )
 
 
 def compiled_around(owner: nn.Module, method: str) -> bool:
