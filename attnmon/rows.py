@@ -1,4 +1,4 @@
-"""Which rows of an attention call are looked at, and the only place where query meets key.
+"""Which rows of an attention call are looked at, and where query meets key (but for `attnmon.fused`).
 
 One row is one query position of one head. A *sample* of rows is drawn per sequence, stratified over position, by draws
 that depend on nothing but a seed and the step: they leave every global random state alone, and a resumed run looks at

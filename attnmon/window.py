@@ -20,7 +20,7 @@ from attnmon.types import AttentionCall
 
 __all__ = ["Window", "WindowOptions"]
 
-_CHECKED_ROWS = 16  # per sequence, where all are measured without being formed
+_CHECKED_ROWS = 4  # per sequence, where all are measured without being formed
 
 
 @dataclasses.dataclass(frozen=True)

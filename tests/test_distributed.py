@@ -531,6 +531,33 @@ def test_a_rank_without_validation_data_is_not_waited_for(pair, tmp_path):
     assert second["warned"] == []
 
 
+def at_its_own_pace(rank: int) -> list[int]:
+    """Steps that a process samples whose clock goes faster than the other's."""
+    model, now = tiny_gpt2(), [0.0]
+
+    def look() -> float:
+        now[0] += 0.001 * (1 + 3 * rank)
+        return now[0]
+
+    with pytest.MonkeyPatch.context() as patch, watch(model, 1, max_overhead=0.05, alerts=False) as monitor:
+        patch.setattr("time.perf_counter", look)
+        steps = []
+        for step in range(40):
+            model(**rank_batch(rank)).loss.backward()
+            now[0] += 0.02
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if monitor.step() is not None:
+                    steps.append(step)
+    return steps
+
+
+def test_processes_agree_on_how_seldom_to_sample(pair):
+    first, second = pair.run(at_its_own_pace)
+    assert first == second
+    assert 2 <= len(first) < 20
+
+
 def heads_of_one_process(rank: int) -> list[str]:
     """Tensor parallelism: each process has half of the heads, which its sums may not be mixed with the other's."""
     from torch.distributed.device_mesh import init_device_mesh
