@@ -86,7 +86,6 @@ class Monitor:
                 f"{describe_search(model)}"
             )
         self._model = model
-        self._device = _device(model)
         self._found = [site.layer for site in sites]
         patterns = [p for p in self.options.layers or () if isinstance(p, str)]
         for pattern in patterns:
@@ -149,6 +148,7 @@ class Monitor:
         self.abort()
         self._open = True
         self.meter.start()
+        self._device = _device(self._model)
         self._opened_at = time.perf_counter()
 
         def attach() -> None:

@@ -71,7 +71,7 @@ def _spectral(
     masses = torch.cat([leaders, lump[..., None]], -1)
     root = ((first + square / first) / (1 + first * second)).clamp_(min=1 + 4 * eps)
     last = root
-    for _ in range(iterations + 2):
+    for _ in range(iterations + 1):
         last = root
         away = root[..., None] - poles
         terms = masses / away
@@ -79,7 +79,7 @@ def _spectral(
     # The lump has the sum and the sum of squares of its keys, so that its part of g is right but for the square of
     # the largest of them over the root: where that is lost in rounding, the other keys need not be looked at. With
     # ``|h'' / h'| <= 2 / (x - 1)`` the last step says how far the root itself is settled.
-    settled = _settled(root - last, 4 / (last - 1), root)
+    settled = _settled(root - last, 1 / (last - 1), root)
     active = ~(settled & (leaders[..., -1] <= math.sqrt(eps) / 2 * root))
     total, square = torch.ones_like(root), torch.ones_like(root)
     for _ in range(iterations):
@@ -119,7 +119,7 @@ def _sum_terms(rest: Tensor, root: Tensor, active: Tensor, total: Tensor, square
 
 
 def _full_step(root: Tensor, total: Tensor, square: Tensor, leaders: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """A step over all keys, of which `_sum_terms` made the sums, and twice the bend of ``1 / g`` at `root`."""
+    """A step over all keys, of which `_sum_terms` made the sums, and a bound of the bend of ``1 / g`` at `root`."""
     # -g' = sum p / (x - p)^2 = (sum t + sum t^2) / x for t = p / (x - p), and g'' / 2 = sum p / (x - p)^3 likewise
     slope = (total + square) / root
     # Of sum t^3 the leaders are known; no other key has a larger t than the last of them.
@@ -127,7 +127,7 @@ def _full_step(root: Tensor, total: Tensor, square: Tensor, leaders: Tensor, sec
     known_square = known * known
     cube = (known_square * known).sum(-1) + known[..., -1] * (square - known_square.sum(-1)).clamp_min(0)
     curvature = (total + 2 * square + cube) / (root * root)
-    return _secular_step(total, slope, root, second), 2 * (curvature / slope - slope / total).clamp_min(0)
+    return _secular_step(total, slope, root, second), (curvature / slope - slope / total).clamp_min(0)
 
 
 def _jacobian_block(
