@@ -220,6 +220,8 @@ def rows_at(call: AttentionCall, positions: Tensor, keys: int) -> RowBatch:
 
 def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
     """Rows ``positions`` (batch, rows) of ``tensor`` (batch, heads, q_len, ...), as (batch, heads, rows, ...)."""
+    if tensor.shape[0] == 1:
+        return tensor.index_select(2, positions[0])
     sequence = torch.arange(tensor.shape[0], device=tensor.device)[:, None]
     return tensor[sequence, :, positions].transpose(1, 2)
 

@@ -192,10 +192,9 @@ class _Block:
         excess = self.group.take("keys", g, r * len(self.top_n), n)
         torch.bmm((self.points * -2.0).view(g, -1, self.points.shape[-1]), self.group.vectors.mT, out=excess)
         excess = excess.view(g, r, -1, n)
-        torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
         if self.shown is not None:  # far beyond any key, and finite, so that a later product with 0 is 0
-            hidden = (1 - self.shown[..., self.ragged]).mul_(self.far)
-            excess[..., self.ragged].add_(hidden[:, :, None])
+            own[..., self.ragged].add_((1 - self.shown[..., self.ragged]).mul_(self.far))
+        torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
         selected = excess.gather(-1, self.order[:, :, None].expand(g, r, len(self.top_n), -1))
         for column, size in enumerate(self.top_n):
             excess[:, :, column].scatter_(-1, self.order[..., :size], self.far)
