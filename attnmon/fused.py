@@ -16,7 +16,7 @@ small operations, and threads that share their cores with others lose much time 
 The largest score is found in such blocks, too: no kernel returns it. Nothing of size ``q_len x kv_len`` is ever made.
 
 Beside `attnmon.rows` this is the second place where query meets key, under the same rules: float32 (float64 if the
-model is), scale on the queries, heads grouped by the key head they read.
+model is), heads grouped by the key head they read.
 """
 
 from __future__ import annotations
@@ -140,9 +140,10 @@ class _Walk:
         self.device = call.query.device
         self.dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
         self.limits = torch.finfo(self.dtype)
-        # Scaling the few queries instead of the many scores.
-        self.query = (call.query.detach().to(self.dtype) * call.scale).unflatten(1, (kv_heads, heads // kv_heads))
-        self.size = torch.linalg.vector_norm(self.query, dim=-1)
+        # The scale is put on what is copied anyway: a further copy would cost as much as a pass over it.
+        self.scale = call.scale
+        self.query = call.query.detach().to(self.dtype).unflatten(1, (kv_heads, heads // kv_heads))
+        self.size = torch.linalg.vector_norm(self.query, dim=-1)  # without the scale
         self.key = call.key.detach().to(self.dtype).contiguous()
         self.mask = _by_key_head(call)
         self.offset = call.causal_offset
@@ -173,19 +174,25 @@ class _Walk:
         if not bool(self.only_hides):
             return None
         seen = self.count > 0
-        entropy = torch.where(seen, self.entropy.clamp_min(0.0).minimum(self.count.log()), torch.nan)
-        return {
-            "score_max": torch.where(seen, self.largest, torch.nan),
-            "first_key_weight": torch.where(seen, self.first.clamp_max(1.0), torch.nan),
-            "entropy": entropy,
-            "entropy_normalized": _normalized(entropy, self.count),
-            "effective_keys": entropy.exp(),
-            "active_share": _share(entropy, self.count, MIN_KEYS),
-        }
+        found = {}
+        if "score_max" in self.wanted:
+            found["score_max"] = torch.where(seen, self.largest, torch.nan)
+        if "first_key_weight" in self.wanted:
+            found["first_key_weight"] = torch.where(seen, self.first.clamp_max(1.0), torch.nan)
+        if _ENTROPY & self.wanted:
+            entropy = torch.where(seen, self.entropy.clamp_min(0.0).minimum(self.count.log()), torch.nan)
+            makers: dict[str, Callable[[], Tensor]] = {
+                "entropy": lambda: entropy,
+                "entropy_normalized": lambda: _normalized(entropy, self.count),
+                "effective_keys": entropy.exp,
+                "active_share": lambda: _share(entropy, self.count, MIN_KEYS),
+            }
+            found |= {name: make() for name, make in makers.items() if name in self.wanted}
+        return found
 
     def _bounded(self) -> bool:
         """Whether all is finite and no score can come near the number that hides a key."""
-        widest = self.size.amax().double() * torch.linalg.vector_norm(self.key, dim=-1).amax()
+        widest = self.size.amax().double() * abs(self.scale) * torch.linalg.vector_norm(self.key, dim=-1).amax()
         return bool(widest < self.limits.max / 4)  # False for NaN
 
     # ---- which keys a row sees
@@ -230,14 +237,14 @@ class _Walk:
         """Entropy and first-key weight of all rows from the fused kernel; True where that is not exact enough."""
         q_len = self.query.shape[3]
         place = torch.arange(_PILOT_ROWS, device=self.device) * q_len // _PILOT_ROWS
-        pilot = self.query[:, :, :, place].flatten(2, 3)
+        pilot = self.query[:, :, :, place].flatten(2, 3) * self.scale
         mean, lse = _attend(pilot, self.key, None, False)  # future and hidden keys do no harm: any shift is right
         shift = mean.mean(2, keepdim=True)
-        key = self.key - shift
+        key = (self.key - shift).mul_(self.scale)
         widest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
         size = self.size[:, :, :, place].flatten(2, 3)
         lse = lse - (pilot * shift).sum(-1)
-        rounding = self._rounding(size, mean - shift, lse, widest, torch.full_like(lse, self.kv_len))
+        rounding = self._rounding(size, (mean - shift) * self.scale, lse, widest, torch.full_like(lse, self.kv_len))
         if (rounding > _TOLERATED).double().mean() > 0.5:  # the kernel's time would be lost
             return torch.ones_like(self.count, dtype=torch.bool)
 
@@ -285,10 +292,10 @@ class _Walk:
         0.3 times it as a rule.
 
         Args:
-            size: ``(..., rows)``, length of the queries.
-            mean: ``(..., rows, head_dim)``, mean key of each row.
+            size: ``(..., rows)``, length of the queries, without the scale.
+            mean: ``(..., rows, head_dim)``, mean key of each row, times the scale.
             lse: ``(..., rows)``, log-sum-exp of its scores.
-            widest: ``(..., 1)``, length of the longest key.
+            widest: ``(..., 1)``, length of the longest key, times the scale.
             count: ``(..., rows)``, how many keys the row sees.
         """
         product: Tensor = size * torch.linalg.vector_norm(mean, dim=-1)
@@ -333,7 +340,7 @@ class _Walk:
                     query = self.query[at]
                     size = (query.shape[0], group * (hi - lo), keys)
                     scores, other = (buffer[: math.prod(size)].view(size) for buffer in buffers)
-                    torch.bmm(query.reshape(*size[:2], -1), self.key[b, heads, :keys].mT, out=scores)
+                    torch.bmm(query.reshape(*size[:2], -1) * self.scale, self.key[b, heads, :keys].mT, out=scores)
                     shape = (size[0], group, hi - lo, keys)
                     visible = None if shown is None else shown[0]
                     reduce(at, scores.view(shape), other.view(shape), visible, tail, future)
@@ -392,8 +399,8 @@ def _attend(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool) ->
     """Fused attention with the keys as values.
 
     Args:
-        query: ``(batch, heads, rows, head_dim)``, scaled.
-        key: ``(batch, heads, n, head_dim)``.
+        query: ``(batch, heads, rows, head_dim)``.
+        key: ``(batch, heads, n, head_dim)``; one of the two is scaled.
         bias: Broadcastable to ``(batch, heads, rows, n)``, added to the scores; None for nothing.
         is_causal: Row i sees keys up to i only.
 
