@@ -52,6 +52,7 @@ _BIAS = (1 << 20, 512)
 # this limit no row was found more than 4e-6 away from the materialised computation.
 _TOLERATED = 1.2e-5
 _PILOT_ROWS = 16
+_LEAST_WIDTH = 16  # of a head: `_rounding` was not calibrated below, and came out too small there
 
 
 def covers(call: AttentionCall, bases: Iterable[str]) -> bool:
@@ -167,7 +168,7 @@ class _Walk:
             self._in_blocks(every, _LARGE_BLOCK[self.device.type], self._largest)
         if self.wants_weights:
             left = every
-            if _kernel_works(self.device, self.dtype):
+            if self.key.shape[-1] >= _LEAST_WIDTH and _kernel_works(self.device, self.dtype):
                 left = self._by_kernel()
             if bool(left.any()):
                 self._in_blocks(left, _BLOCK[self.device.type], self._weights)

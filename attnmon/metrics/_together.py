@@ -18,6 +18,7 @@ from attnmon.metrics._selection import _Block, _top_keys
 from attnmon.metrics.distance import TopNDistances, _distance_update
 from attnmon.metrics.entropy import MIN_KEYS, _normalized, _share
 from attnmon.metrics.jacobian import LEADERS, _jacobian_block
+from attnmon.metrics.logits import _spread
 from attnmon.metrics.separability import Separability, _separability_update
 
 __all__ = ["ROW_FIGURES", "Carried", "Scratch", "row_figures"]
@@ -105,12 +106,12 @@ def row_figures(
     # Scores: with 0 where a key is hidden.
     tail = logits[..., ragged]
     tail.mul_(part)
-    out["score_max"] = torch.maximum(logits.amax(-1), -logits.amin(-1))
+    out["score_max"] = torch.maximum(logits.amax(-1), -logits.amin(-1)) + 0.0  # never -0
     if "score_spread" in want:
         mean = (logits.sum(-1) / count)[..., None]
         centred = torch.sub(logits, mean, out=scratch.take("a", *logits.shape, like=logits))
         centred[..., ragged].mul_(part)
-        spread = torch.linalg.vector_norm(centred, dim=-1) / count.sqrt()
+        spread = _spread(centred, count)
         out["score_spread"] = torch.where(count >= _SPREAD_KEYS, spread, torch.nan)
 
     # Weights.
@@ -147,8 +148,8 @@ def row_figures(
         order = ranked[1][..., :leaders].reshape(groups * rows, leaders)
         flat = logits.reshape(groups * rows, n)
         # Scores so far below the largest that their weights are all but 0 have to be ranked by themselves.
-        last = ranked[0][..., leaders - 1]
-        known = bool(((last > _INDISTINCT) | (last < 0)).all())
+        leading = ranked[0][..., :leaders]
+        known = bool(((leading > _INDISTINCT) | (leading < 0)).all())
         made = _jacobian_block(
             flat,
             tuple(temperatures),

@@ -48,9 +48,8 @@ def score_spread(
     temperatures, single = _check_positive("temperature", temperature)
     _check_count("min_keys", min_keys, 1)
     kept, shown, count = _visible_values(scores, mask)
-    count = count[..., None]
-    centred = (kept - kept.sum(-1, keepdim=True) / count.clamp_min(1)).mul_(shown)
-    spread = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) / count.clamp_min(1).sqrt()
+    centred = (kept - (kept.sum(-1) / count.clamp_min(1))[..., None]).mul_(shown)
+    spread, count = _spread(centred, count.clamp_min(1))[..., None], count[..., None]
     spread = torch.where((count >= min_keys) & spread.isfinite(), spread, torch.nan)
     return _over_temperatures(spread, temperatures, single)
 
@@ -88,7 +87,7 @@ def score_max(scores: Tensor, temperature: float | Iterable[float] = 1.0, *, mas
     if kept.shape[-1] == 0:
         largest = kept.new_full((*kept.shape[:-1], 1), torch.nan)
     else:
-        largest = torch.maximum(kept.amax(-1, keepdim=True), -kept.amin(-1, keepdim=True))
+        largest = torch.maximum(kept.amax(-1, keepdim=True), -kept.amin(-1, keepdim=True)) + 0.0  # never -0
     largest = torch.where((count[..., None] > 0) & largest.isfinite(), largest, torch.nan)
     return _over_temperatures(largest, temperatures, single)
 
@@ -131,6 +130,16 @@ def first_key_weight(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
     ramp = torch.arange(n, 0, -1, device=weights.device, dtype=weights.dtype)
     first = (n - (shown * ramp).amax(-1, keepdim=True)).long().clamp_max(n - 1).expand(*weights.shape[:-1], 1)
     return torch.where(finite, weights.gather(-1, first).squeeze(-1), torch.nan)
+
+
+def _spread(centred: Tensor, count: Tensor) -> Tensor:
+    """Standard deviation of rows ``(..., n)`` less their mean, 0 where hidden, over `count` keys each: ``(...)``.
+
+    The mean was rounded, which shows where large scores are nearly equal: what is left of it is taken off again.
+    """
+    left = centred.sum(-1) / count
+    square = torch.linalg.vector_norm(centred, dim=-1) / count.sqrt()
+    return torch.where(left.abs() > 1e-4 * square, (square * square - left * left).clamp_min(0).sqrt(), square)
 
 
 def _over_temperatures(values: Tensor, temperatures: tuple[float, ...], single: bool) -> Tensor:

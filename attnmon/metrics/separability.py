@@ -60,15 +60,19 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
     # Rounding of e: of a dot product over d components and of a sum of N terms, in terms of the lengths involved.
     d = block.group.vectors.shape[-1]
     unit = _unit_roundoff(e.dtype) * (d + 16 + block.sizes)
-    lengths = block.group.norms[:, None].expand_as(block.weights).gather(-1, block.order) * block.top_weights
+    norms = block.group.norms[:, None].expand_as(block.weights).gather(-1, block.order)
+    lengths = norms * block.top_weights
     slack = unit[:, None] * lengths[:, :, None] * (lengths[:, :, None] + 2 * block.reach[..., None])
     longest = block.next_weights * block.group.largest[..., None]
     slack_least = unit * longest * (longest + 2 * block.reach)
     gap = e - least[..., None]
     doubt = slack + slack_least[..., None]
-    # Below the smallest normal number a product of lengths says nothing; where a length is 0, so is all it enters.
+    # Below the smallest normal number a product of lengths says nothing; where a length is 0, and not only as a product
+    # that float32 can't hold, so is all it enters.
     tiny = torch.finfo(e.dtype).tiny
-    doubt = torch.where((lengths[:, :, None] > 0) | (longest[..., None] > 0), doubt.clamp_min(tiny), doubt)
+    some = (norms > 0) & (block.top_weights > 0)
+    others = (block.next_weights > 0) & (block.group.largest[..., None] > 0)
+    doubt = torch.where(some[:, :, None] | others[..., None], doubt.clamp_min(tiny), doubt)
     member = block.member.bool()
     if not block.group.direct:
         # The arithmetic is float64 and the data float32: what rounding can't tell apart here is equal.

@@ -446,3 +446,20 @@ def test_a_mask_that_repeats_over_the_keys_counts_every_key(mask):
         lambda m: F.score_spread(weights.log(), mask=m),
     ):
         assert torch.equal(function(mask), function(full))
+
+
+def test_rows_settled_on_their_contenders_are_as_those_settled_whole() -> None:
+    """Weights that float32 all but loses, and near ties: the ratio alone takes the short way, with the others not."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (1.0, 0.1, 1e-6):
+        for lost in (True, False):
+            for _ in range(100):
+                n = int(torch.randint(4, 9, (), generator=generator))
+                exponents = torch.rand(8, n, generator=generator)
+                exponents = 36 + 10 * exponents if lost else exponents * torch.logspace(-7, 1, 8)[:, None]
+                exponents[:, 0] = 0
+                weights = (10.0**-exponents).sort(descending=True).values
+                vectors = (torch.randn(n, 2, generator=generator) * 10).round() / 10 * size
+                whole = F.separability(weights, vectors, (1, 3)).ratio
+                short = selection_statistics(weights, vectors, (1, 3), want=["ratio"])["ratio"]
+                torch.testing.assert_close(short, whole, rtol=0, atol=1e-6, equal_nan=True)
