@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attnmon.alerts import AlertRules
-from attnmon.capture import anything_compiled, compiled_around
+from attnmon.capture import anything_compiled, is_compiled_function
 from attnmon.dashboard import custom_scalars_layout
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
@@ -66,9 +66,10 @@ class AttentionMonitor(pl.Callback):
 
     Compiled training: parts of the module that `torch.compile` has been applied to, and training steps that are
     compiled as a whole, show nothing of their attention. The sequences looked at are then run a second time, as the
-    model was written: uncompiled, in eval mode (so without dropout), under ``no_grad``, with the random states put
-    back. The training step stays compiled and keeps its bits. On a sampled step that costs one such forward pass
-    of at most ``sequences`` sequences; on all others nothing.
+    model was written: uncompiled, in eval mode (so without dropout), under ``no_grad``. What such a pass changes is put
+    back as far as it can be known (see `attnmon.rerun.undisturbed`). The training step stays compiled and keeps its
+    bits. On a sampled step that costs one such forward pass, of at most ``sequences`` sequences where it is clear what
+    these are, else of all; on all others nothing.
 
     A module that attends more than once in a step is one layer, and the rows of all its calls count; of a layer that
     runs both with and without gradients in a step, those with. A learned attention sink counts as one more key, with a
@@ -105,7 +106,8 @@ class AttentionMonitor(pl.Callback):
         strict: Raise errors of the monitor itself, instead of one warning and a run that goes on without it.
         seed: Of the draws of sequences and rows, which leave every global random state alone.
         max_overhead: Most of the run's time that the monitor may take, e.g. 0.01. Where ``every_n_steps`` would take
-            more it samples less often, at multiples of that, and says so. None: no limit.
+            more it samples less often, at multiples of that, and says so. The first sample comes in any case. None: no
+            limit.
         prefix: First part of each key. Two monitors of one Trainer need different ones.
         per_head: Logs a scalar per head beside the mean per layer.
         images: Draws the layer x head images for TensorBoard.
@@ -292,9 +294,11 @@ class AttentionMonitor(pl.Callback):
             self._log(trainer, snapshot, self.prefix)
             return
         if self._compiled_step is None:
-            self._compiled_step = compiled_around(pl_module, "training_step")
+            self._compiled_step = is_compiled_function(pl_module.training_step)
         if self._compiled_step:
             self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
+            return
+        if self._monitor.blind:
             return
         window = self._monitor.open(self._step)
         if window is not None:
@@ -304,6 +308,8 @@ class AttentionMonitor(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Reads the batch by a pass of its own where the training step showed nothing: it ran inside compiled code."""
         batch, self._batch = self._batch, None
+        if pl_module.automatic_optimization:
+            self._monitor.detach()  # all that is read of the step has run: the rest of it runs as it always does
         if batch is None or not self._monitor.sees_nothing or not anything_compiled():
             return
         self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch, certain=False))

@@ -109,7 +109,7 @@ class Watch:
         """
         if not self._active:
             raise RuntimeError("Expected `look()` to be called inside `with watch(model) as monitor:`.")
-        if not self._monitor.is_open or self._options.source == "probe":
+        if self._options.source == "probe" or not (self._monitor.is_open or self._monitor.due(self.step_count)):
             return
         self._remove_hooks()
 
@@ -143,6 +143,8 @@ class Watch:
             snapshot = self._monitor.sample(self.step_count, "probe", lambda _: self._run(self._probe))
             self._record(snapshot)
             return snapshot
+        if self._monitor.blind:
+            return None
         window = self._monitor.open(self.step_count)
         if window is None or window.read_once(self._model):  # hooks there would have it compiled anew
             return None
@@ -152,7 +154,10 @@ class Watch:
             window.paused = bool(window.sums) or not torch.is_grad_enabled()
 
         def after(*_: object) -> None:
-            window.paused = bool(window.sums)
+            if window.sums and not window.rerunning:
+                self._monitor.detach()  # the rest of the step runs as it always does
+            else:
+                window.paused = False
 
         self._hooks = [
             self._model.register_forward_pre_hook(Hook(before, self._monitor.guarded)),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnmon.alerts import Alert, AlertEngine, AttentionSaturationWarning
-from attnmon.capture import compiled_modules, describe_search, find_attention
+from attnmon.capture import anything_compiled, compiled_modules, describe_search, find_attention
 from attnmon.cost import Cost, Meter, next_step
 from attnmon.options import MonitorOptions, check_state
 from attnmon.rerun import uncompiled
@@ -31,6 +31,8 @@ from attnmon.window import Window, WindowOptions
 __all__ = ["Monitor"]
 
 Source = Literal["train", "probe", "validation"]
+
+_BLIND_AFTER = 2  # samples
 
 
 class Monitor:
@@ -68,6 +70,7 @@ class Monitor:
         self._pace: tuple[int, float] | None = None  # last sample, and the run's seconds without any until then
         self._not_before = 0  # no step before this one is sampled, so as to keep to `max_overhead`
         self._opened_at = 0.0
+        self._blind = 0  # samples in a row that showed nothing although compiled code ran
 
     # -- set-up and state ---------------------------------------------------------------------------------------
 
@@ -127,6 +130,14 @@ class Monitor:
             self._rules.load_state_dict(state["rules"])
 
     # -- one sampled step ---------------------------------------------------------------------------------------
+
+    @property
+    def blind(self) -> bool:
+        """Whether training passes are not worth attaching to: they run inside compiled code, and show nothing.
+
+        That code would be compiled anew for what is attached, each time, and in the end not at all.
+        """
+        return self._blind >= _BLIND_AFTER
 
     def due(self, step: int) -> bool:
         """Whether this optimizer step is sampled."""
@@ -189,6 +200,8 @@ class Monitor:
             return None
         with self.meter.running():
             self.detach()
+        if source == "train":
+            self._blind = self._blind + 1 if self.sees_nothing and anything_compiled() else 0
         window, self._window, self._open = self._window, None, False
         # Not timed: the host waits there until the device has come to the end of the step.
         sums, clocks = self._reduce(window)
@@ -480,7 +493,8 @@ class Monitor:
         elif wanted:
             reasons.append(
                 f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it inside a "
-                "compiled function (call `look(batch)` of `watch` before that, or use source='probe'), or the model "
+                "compiled function or as another, compiled module than the one that is watched (with `watch`: pass the "
+                "compiled module, or call `look(batch)` before the step; anywhere: source='probe'), or the model "
                 "computes its weights by hand"
             )
         self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")

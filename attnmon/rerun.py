@@ -17,13 +17,20 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["CannotCopyError", "sharded_modules", "take_sequences", "uncompiled", "undisturbed"]
 
+_SCALARS = (bool, int, float, complex, str)
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode under ``no_grad``, uncompiled, with every module's mode and the random states put back afterwards."""
-    training = [(module, module.training) for module in model.modules()]
+    """Eval mode under ``no_grad``, uncompiled, with what a pass may change put back afterwards.
+
+    That is: every module's mode, its buffers, its attributes that are numbers, strings or None, its random generators,
+    and the random states of Python, NumPy and torch. What a model keeps elsewhere (in lists, in files, in hooks of
+    others) is its own.
+    """
+    modules = list(model.modules())
+    kept = [_state_of(module) for module in modules]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     # What a pass draws from the global generators must be undone, so it is these that are kept.
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -34,10 +41,31 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        for module, mode in training:
-            module.training = mode
+        for module, state in zip(modules, kept, strict=True):
+            _put_back(module, *state)
         for module in sharded_modules(model):  # left gathered after a forward, for the backward that follows
             module.reshard()
+
+
+def _state_of(module: nn.Module) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    plain = {k: v for k, v in vars(module).items() if v is None or isinstance(v, _SCALARS)}
+    generators = [(v, v.get_state()) for v in vars(module).values() if isinstance(v, torch.Generator)]
+    buffers = [
+        (name, buffer, None if buffer is None or buffer.is_inference() else (buffer._version, buffer.detach().clone()))
+        for name, buffer in module._buffers.items()
+    ]
+    return plain, generators, buffers
+
+
+def _put_back(module: nn.Module, plain: dict[str, Any], generators: list[Any], buffers: list[Any]) -> None:
+    module.__dict__.update(plain)
+    for generator, state in generators:
+        generator.set_state(state)
+    for name, buffer, kept in buffers:
+        module._buffers[name] = buffer
+        if kept is not None and buffer._version != kept[0]:
+            with torch.no_grad():
+                buffer.copy_(kept[1])
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -61,9 +89,11 @@ class CannotCopyError(TypeError):
 def take_sequences(tree: Any, select: Callable[[int], Tensor | None]) -> tuple[Any, int | None, Tensor | None]:
     """Copies of the tensors in a tree of arguments, of some sequences only where it is clear what these are.
 
-    The first tensor with two or more dimensions is taken to be ``(batch, length, ...)``. Tensors of as many rows are
-    cut; those with one row, or one dimension of ``length``, belong to all sequences. If any tensor is of another kind,
-    or ``batch`` equals ``length``, all of them are kept whole.
+    The first tensor with two or more dimensions is taken to be ``(batch, length, ...)`` if it holds whole numbers, or
+    if a mask ``(batch, length)`` or ``(batch, heads, rows, length)`` comes with it: activations alone may as well be
+    ``(length, batch, ...)``. Tensors of as many rows are cut; those with one row, or one dimension of ``length``,
+    belong to all sequences. If any tensor is of another kind, one is ``(batch, length, length)``, or ``batch`` equals
+    ``length``, all of them are kept whole.
 
     Args:
         tree: Tensors in lists, tuples, mappings, and objects that hold such (key-value caches), which are copied.
@@ -91,10 +121,15 @@ def take_sequences(tree: Any, select: Callable[[int], Tensor | None]) -> tuple[A
     index = batch = None
     if first is not None:
         batch, length = first.shape[:2]
-        clear = batch != length and all(
-            tensor.shape[0] in (batch, 1) or tuple(tensor.shape) == (length,) for tensor in tensors
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        clear = batch != length and all(shape[0] in (batch, 1) or shape == (length,) for shape in shapes)
+        clear = clear and (batch, length, length) not in shapes
+        known = not first.is_floating_point() or any(
+            (shape == (batch, length) and not tensor.is_floating_point())
+            or (len(shape) == 4 and shape[0] == batch and shape[3] == length)
+            for shape, tensor in zip(shapes, tensors, strict=True)
         )
-        index = select(batch) if clear else None
+        index = select(batch) if clear and known else None
 
     def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

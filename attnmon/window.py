@@ -84,6 +84,11 @@ class Window:
             self._attachment.tokens = (valid, labels)
 
     @property
+    def rerunning(self) -> bool:
+        """Whether a compiled part is being run once more."""
+        return self._attachment is not None and self._attachment.running_again
+
+    @property
     def paused(self) -> bool:
         """True while calls pass unread."""
         return self._attachment is None or self._attachment.paused
@@ -91,7 +96,7 @@ class Window:
     @paused.setter
     def paused(self, paused: bool) -> None:
         # Hooks of ours on a part that is run once more run in that, too.
-        if self._attachment is not None and not self._attachment.running_again:
+        if self._attachment is not None and not self.rerunning:
             self._attachment.paused = paused
 
     def read_once(self, model: nn.Module) -> bool:

@@ -349,3 +349,120 @@ def test_a_part_with_odd_arguments_is_named():
     with watch(compiled, 1) as monitor, pytest.warns(UserWarning, match="can't be run once more on a Cache"):
         compiled(Cache(), **token_batches(1)[0]).backward()
         assert monitor.step() is None
+
+
+def test_compiled_code_that_shows_nothing_is_soon_left_alone():
+    """What is attached would have it compiled anew at each sample, until the compiler refuses."""
+    from torch._dynamo.utils import counters
+
+    def run(every):
+        torch._dynamo.reset()
+        counters.clear()
+        model = seeded()
+        step = torch.compile(lambda batch: model(batch["input_ids"]).logits.mean(), fullgraph=True, backend="aot_eager")
+        losses = []
+        monitor = None if every is None else watch(model, every, strict=True).__enter__()
+        for batch in token_batches(12):
+            loss = step(batch)
+            loss.backward()
+            losses.append(loss.item())
+            if monitor is not None:
+                monitor.step()
+        if monitor is not None:
+            monitor.close()
+        return losses, counters["stats"]["unique_graphs"]
+
+    expected, graphs = run(None)
+    with pytest.warns(UserWarning, match="compiled module than the one that is watched") as caught:
+        found, more = run(1)
+    assert found == expected
+    assert more <= graphs + 2
+    assert len([w for w in caught if "attnmon" in str(w.message)]) == 1
+
+
+class Counting(torch.nn.Module):
+    """State that forward moves on: a buffer, a number, a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += 1
+        noise = torch.rand((), generator=self.generator)
+        return self.attend(x).mean() * self.calls * noise
+
+
+@pytest.mark.parametrize("how", ["second_pass", "probe"])
+def test_what_forward_counts_is_put_back(how):
+    def run(watched):
+        torch.manual_seed(0)
+        model = Counting()
+        compiled = torch.compile(model, backend="eager") if how == "second_pass" else model
+        x = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(0))
+        arguments = {"source": "probe", "probe": x} if how == "probe" else {}
+        losses = []
+        monitor = watch(compiled, 1, top_n=(1, 2), alerts=False, strict=True, **arguments) if watched else None
+        if monitor is not None:
+            monitor.__enter__()
+        for _ in range(4):
+            losses.append(compiled(x).item())
+            if monitor is not None:
+                monitor.step()
+        if monitor is not None:
+            assert monitor.latest is not None
+            monitor.close()
+        return losses, model.calls.item(), model.count
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequences_behind_positions_are_not_cut(masked):
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 32, 0.0), 1)
+    x = torch.randn(24, 6, 32)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(24) if masked else None
+
+    def figures_of(module):
+        with watch(module, 1, sequences=4, alerts=False, strict=True) as monitor:
+            module(x, mask=mask).sum().backward()
+            return monitor.step()
+
+    expected, found = figures_of(model), figures_of(torch.compile(model, backend="eager"))
+    assert found.rows_used == expected.rows_used
+    assert found.values["entropy"][0] == pytest.approx(expected.values["entropy"][0], rel=1e-5)
+
+
+def test_compiled_parts_without_attention_are_not_run_again(tmp_path):
+    calls = []
+
+    class Loss(torch.nn.Module):
+        def forward(self, logits):
+            if not torch.compiler.is_compiling():
+                calls.append("eager")
+            return logits.mean()
+
+    class Parts(LanguageModule):
+        """A compiled loss beside attention that is not, in a module without a forward that would take the batch."""
+
+        def __init__(self):
+            super().__init__(seeded())
+            self.loss = torch.compile(Loss(), backend="aot_eager")
+            self.reduce = eager(torch.nn.functional.relu)
+
+        def forward(self):
+            raise NotImplementedError
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(self.reduce(self.model(**batch).logits))
+
+    monitor = AttentionMonitor(1, strict=True, alerts=False)
+    trainer(tmp_path, monitor, max_steps=2).fit(Parts(), loader(token_batches(2)))
+    assert len(monitor.latest.layers) == 1
+    assert not monitor.latest.rerun
+    assert calls == []

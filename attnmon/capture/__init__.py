@@ -5,10 +5,10 @@ from attnmon.capture.context import Hook
 from attnmon.capture.discovery import (
     AttentionSite,
     anything_compiled,
-    compiled_around,
     compiled_modules,
     describe_search,
     find_attention,
+    is_compiled_function,
     named_layers,
 )
 
@@ -18,9 +18,9 @@ __all__ = [
     "Hook",
     "anything_compiled",
     "attach",
-    "compiled_around",
     "compiled_modules",
     "describe_search",
     "find_attention",
+    "is_compiled_function",
     "named_layers",
 ]

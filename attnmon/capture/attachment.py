@@ -89,7 +89,7 @@ class Attachment:
         inside = {part for root in roots for part in root.modules()}
         # Nothing is put on modules that run compiled: hooks there would not fire, or would recompile the model.
         self.layers = {module: layer for module, layer in everything.items() if module not in inside}
-        self.roots = frozenset(roots if rerun else ())
+        self.roots = frozenset(root for root in roots if rerun and any(map(site_kind, root.modules())))
         self.ran_again = self.once = False
         self._everything = everything
         self._extras = context

@@ -20,11 +20,11 @@ __all__ = [
     "AttentionSite",
     "anything_compiled",
     "clean_name",
-    "compiled_around",
     "compiled_modules",
     "compiled_roots",
     "describe_search",
     "find_attention",
+    "is_compiled_function",
     "named_layers",
     "tensor_parallel",
     "unsupported_kernels",
@@ -160,17 +160,13 @@ def compiled_roots(model: nn.Module) -> list[nn.Module]:
 def _is_compiled(module: nn.Module) -> bool:
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    return _is_compiled_function(vars(module).get("forward", type(module).forward))
-
-
-def _is_compiled_function(value: Any) -> bool:
-    return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, nn.Module)
+    return is_compiled_function(vars(module).get("forward", type(module).forward))
 
 
 def anything_compiled() -> bool:
     """Whether any code has been compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and sum(utils.counters["frames"].values()) > 0
+    return utils is not None and any(sum(counter.values()) > 0 for counter in utils.counters.values())
 
 
 def tensor_parallel(module: nn.Module, *tensors: Any) -> bool:
@@ -193,37 +189,9 @@ def tensor_parallel(module: nn.Module, *tensors: Any) -> bool:
     )
 
 
-def compiled_around(owner: nn.Module, method: str) -> bool:
-    """Whether a method of `owner` that calls models is compiled, in whole or in a function that it calls.
-
-    What models it calls, and with what, can't be seen from outside then. Models that are compiled themselves are
-    another matter: see `compiled_modules`.
-    """
-    function = getattr(owner, method)
-    if _is_compiled_function(function):
-        return True
-    own = {name: value for name, value in vars(owner).items() if name != "forward"}
-    for base in type(owner).__mro__:
-        if base.__module__.partition(".")[0] not in (*_LIBRARIES, "lightning", "pytorch_lightning", "builtins"):
-            own |= {name: value for name, value in vars(base).items() if name != "forward"}
-    if any(_is_compiled_function(value) for value in own.values()):
-        return True
-    seen: set[int] = set()
-    plain = _plain(function)
-    return plain is not None and _calls_compiled(plain, type(owner), _MAX_DEPTH, seen)
-
-
-def _calls_compiled(function: types.FunctionType, cls: type, depth: int, seen: set[int]) -> bool:
-    if id(function) in seen or depth == 0:
-        return False
-    seen.add(id(function))
-    for reached in _reachable(function, cls):
-        if _is_compiled_function(reached):
-            return True
-        plain = _plain(reached)
-        if plain is not None and _calls_compiled(plain, cls, depth - 1, seen):
-            return True
-    return False
+def is_compiled_function(value: Any) -> bool:
+    """Whether `value` is a function that `torch.compile` has been applied to."""
+    return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, nn.Module)
 
 
 def _library(cls: type) -> str | None:
