@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnmon.masks import distinct, hides
-from attnmon.metrics.entropy import MIN_KEYS, _normalized, _share
+from attnmon.metrics.entropy import ENTROPY_STATISTICS, MIN_KEYS, _normalized, _share
 from attnmon.types import AttentionCall
 
 __all__ = ["BASES", "covers", "fused_rows"]
 
-_ENTROPY = frozenset({"entropy", "entropy_normalized", "effective_keys", "active_share"})
+_ENTROPY = frozenset(ENTROPY_STATISTICS)
 BASES = _ENTROPY | {"first_key_weight", "score_max"}
 """Quantities that `fused_rows` knows."""
 

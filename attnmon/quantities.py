@@ -13,6 +13,7 @@ from attnmon import functional as F
 from attnmon.masks import masked_softmax
 from attnmon.metrics import entropy_statistics, jacobian_norms, score_max, selection_statistics
 from attnmon.metrics._together import Carried, Scratch, row_figures
+from attnmon.metrics.entropy import ENTROPY_STATISTICS
 from attnmon.rows import RowBatch
 
 __all__ = ["ALL", "DEFAULT", "Column", "Measured", "Measurer", "expand_quantities"]
@@ -26,7 +27,6 @@ _PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "score_spread": lambda z, a, m: F.score_spread(z, mask=m),
     "score_max": lambda z, a, m: F.score_max(z, mask=m),
 }
-_ENTROPY = ("entropy", "entropy_normalized", "effective_keys", "active_share")
 _TOP_N = {  # name -> field of `selection_statistics`
     "separability": "ratio",
     "radius": "radius",
@@ -41,7 +41,7 @@ _TOP_N = {  # name -> field of `selection_statistics`
     "distance_expected_lower": "expected_lower",
     "distance_expected_upper": "expected_upper",
 }
-_BARE = (*_ENTROPY, *_PLAIN)  # names without an argument
+_BARE = (*ENTROPY_STATISTICS, *_PLAIN)  # names without an argument
 _JACOBIAN = {"jacobian": "spectral", "jacobian_frobenius": "frobenius", "jacobian_max": "max"}
 _SENSITIVITY = "sensitivity"
 _FIELDS = _TOP_N | _JACOBIAN
@@ -274,9 +274,9 @@ def _measure(
     """One number per row, ``(batch, num_kv_heads, group * rows)``, for each column that rows over these keys have."""
     n = batch.logits.shape[-1]
     measured: dict[Column, Tensor] = {}
-    if any(column.base in _ENTROPY for column in columns):
+    if any(column.base in ENTROPY_STATISTICS for column in columns):
         statistics = entropy_statistics(weights, mask=batch.mask)
-        measured |= {column: statistics[column.base] for column in columns if column.base in _ENTROPY}
+        measured |= {column: statistics[column.base] for column in columns if column.base in ENTROPY_STATISTICS}
     for column in columns:
         if column.base in _PLAIN:
             measured[column] = _PLAIN[column.base](batch.scores, weights, batch.mask)

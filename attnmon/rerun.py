@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 __all__ = ["CannotCopyError", "sharded_modules", "take_sequences", "uncompiled", "undisturbed"]
 
 _SCALARS = (bool, int, float, complex, str)
-_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+_PLAIN = (*_SCALARS, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 @contextmanager

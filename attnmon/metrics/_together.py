@@ -16,31 +16,16 @@ from attnmon.masks import distinct
 from attnmon.metrics._group import _Group, _Scratch
 from attnmon.metrics._selection import _Block, _top_keys
 from attnmon.metrics.distance import TopNDistances, _distance_update
-from attnmon.metrics.entropy import MIN_KEYS, _normalized, _share
+from attnmon.metrics.entropy import ENTROPY_STATISTICS, _statistics
 from attnmon.metrics.jacobian import LEADERS, _jacobian_block
-from attnmon.metrics.logits import _spread
+from attnmon.metrics.logits import SPREAD_KEYS, _spread
 from attnmon.metrics.separability import Separability, _separability_update
 
-__all__ = ["ROW_FIGURES", "Carried", "Scratch", "row_figures"]
+__all__ = ["Carried", "Scratch", "row_figures"]
 
 SELECTED = (*Separability._fields, *TopNDistances._fields)
 JACOBIAN = ("spectral", "frobenius", "max")
-ROW_FIGURES = (
-    "entropy",
-    "entropy_normalized",
-    "effective_keys",
-    "active_share",
-    "score_spread",
-    "score_max",
-    "first_key_weight",
-    *SELECTED,
-    *JACOBIAN,
-)
-"""Names of what `row_figures` can make."""
-
 Scratch = _Scratch
-# `score_spread` leaves rows with fewer keys out.
-_SPREAD_KEYS = 8
 # Of vectors outside of these lengths the squares, or those times small weights, leave the range of float32.
 _SHORTEST, _LONGEST = 1e-11, 1e12
 # Below this share of the largest weight the order of the weights says little about the order of the scores.
@@ -81,7 +66,8 @@ def row_figures(
         scratch: Memory for temporaries.
         top_n: N, several, in ascending order and each below n.
         temperatures: Multiples of the temperature that the scores are scaled by, for the Jacobian norms.
-        want: Names out of `ROW_FIGURES`.
+        want: Names of entropy statistics, ``"score_spread"``, ``"first_key_weight"``, and names out of `SELECTED` and
+            `JACOBIAN`. Others are left out of the answer.
 
     Returns:
         Name to ``(groups, rows)``, ``(groups, rows, len(top_n))`` or ``(groups, rows, len(temperatures))``, as the
@@ -112,19 +98,17 @@ def row_figures(
         centred = torch.sub(logits, mean, out=scratch.take("a", *logits.shape, like=logits))
         centred[..., ragged].mul_(part)
         spread = _spread(centred, count)
-        out["score_spread"] = torch.where(count >= _SPREAD_KEYS, spread, torch.nan)
+        out["score_spread"] = torch.where(count >= SPREAD_KEYS, spread, torch.nan)
 
     # Weights.
     tail.add_(torch.zeros_like(part).masked_fill_(part == 0, -torch.inf))
     weights = torch.softmax(logits, -1, out=scratch.take("weights", *logits.shape, like=logits))
     out["weights"] = weights
     count = count.expand(groups, rows)
-    if any(name in want for name in ("entropy", "entropy_normalized", "effective_keys", "active_share")):
+    if any(name in want for name in ENTROPY_STATISTICS):
         tiny = torch.finfo(weights.dtype).tiny
         terms = torch.clamp_min(weights, tiny, out=scratch.take("a", *logits.shape, like=logits)).log_().mul_(weights)
-        entropy = 0.0 - terms.sum(-1)
-        out["entropy"], out["effective_keys"] = entropy, entropy.exp()
-        out["entropy_normalized"], out["active_share"] = _normalized(entropy, count), _share(entropy, count, MIN_KEYS)
+        out |= _statistics(0.0 - terms.sum(-1), count)
     if "first_key_weight" in want:
         first = shown.argmax(-1, keepdim=True).expand(groups, rows, 1)
         out["first_key_weight"] = weights.gather(-1, first).squeeze(-1)

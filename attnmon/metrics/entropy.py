@@ -19,6 +19,9 @@ __all__ = [
     "participation_ratio",
 ]
 
+ENTROPY_STATISTICS = ("entropy", "entropy_normalized", "effective_keys", "active_share")
+"""What follows from the entropy of a row and the number of its visible keys."""
+
 MIN_KEYS = 64
 """Fewest visible keys of a row whose active share counts."""
 
@@ -184,7 +187,11 @@ def entropy_statistics(weights: Tensor, *, mask: Tensor | None = None) -> dict[s
         TypeError: If `weights` is not floating-point or `mask` is not bool.
         ValueError: If `mask` does not broadcast to `weights`.
     """
-    entropy, count = _entropy_rows(weights, mask)
+    return _statistics(*_entropy_rows(weights, mask))
+
+
+def _statistics(entropy: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """Everything named in `ENTROPY_STATISTICS`, from the entropies of rows and how many keys they see."""
     return {
         "entropy": entropy,
         "entropy_normalized": _normalized(entropy, count),

@@ -12,9 +12,17 @@ from attnmon.metrics._checks import _check_count, _check_positive, _visible_valu
 __all__ = ["first_key_weight", "score_max", "score_spread"]
 
 
+SPREAD_KEYS = 8
+"""Fewest visible keys of a row whose spread counts."""
+
+
 @torch.no_grad()
 def score_spread(
-    scores: Tensor, temperature: float | Iterable[float] = 1.0, *, mask: Tensor | None = None, min_keys: int = 8
+    scores: Tensor,
+    temperature: float | Iterable[float] = 1.0,
+    *,
+    mask: Tensor | None = None,
+    min_keys: int = SPREAD_KEYS,
 ) -> Tensor:
     r"""Measure how far apart the scaled scores of each row are.
 
