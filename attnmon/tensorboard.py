@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from attnmon import dashboard
+from attnmon import dashboard, records
 from attnmon.schedule import picture_due
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from torch.utils.tensorboard import SummaryWriter
 
     from attnmon.snapshot import Snapshot
 
-__all__ = ["count_bytes", "scalar_bytes", "worth_pictures", "write_layout", "write_pictures", "write_snapshot"]
+__all__ = [
+    "TabWriter",
+    "count_bytes",
+    "scalar_bytes",
+    "worth_pictures",
+    "write_layout",
+    "write_pictures",
+    "write_snapshot",
+]
 
 
 def scalar_bytes(tags: Iterable[str], step: int) -> int:
@@ -110,3 +120,78 @@ def count_bytes(scalars: dict[str, float], step: int, prefix: str, written: int)
     size = scalar_bytes((*scalars, tag), step)
     scalars[tag] = float(written + size)
     return size
+
+
+class TabWriter:
+    """Writes what the Attention tab shows, through a writer that the run already has.
+
+    Args:
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or tensorboardX's.
+        prefix: Of the run's tags.
+
+    Attributes:
+        available: Whether the writer lets other data through than its own: neither library has a public way.
+    """
+
+    def __init__(self, writer: SummaryWriter, prefix: str = "attn") -> None:
+        self._prefix = prefix
+        self._described: set[str] = set()  # tags whose first event, which carries the metadata, is written
+        self._run: dict[str, Any] | None = None
+        get = getattr(writer, "_get_file_writer", None)
+        self._file: Any = get() if callable(get) else None
+        self.available = callable(getattr(self._file, "add_summary", None))
+
+    def write(self, snapshot: Snapshot, *, every_n_steps: int = 1, levels: Iterable[Mapping[str, Any]] = ()) -> int:
+        """One tensor per quantity; the warnings, if there are any; what the run is like, where that is new.
+
+        Args:
+            snapshot: The sample.
+            every_n_steps: The cadence.
+            levels: Fixed limits of the rules.
+
+        Returns:
+            Bytes written.
+        """
+        if not self.available:
+            return 0
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        heads = {layer: len(row) for table in snapshot.values.values() for layer, row in table.items()}
+        run = records.run_record(
+            layers=snapshot.layers,
+            heads=heads,
+            temperatures=snapshot.temperatures,
+            not_measured=snapshot.not_measured,
+            source=snapshot.source,
+            every_n_steps=every_n_steps,
+            levels=levels,
+        )
+        summary = Summary()
+        if run != self._run:
+            self._add(summary, "run", make_tensor_proto(records.to_json(run)))
+            self._run = run
+        for quantity, layers in snapshot.values.items():
+            self._add(summary, "heads", make_tensor_proto(records.heads_matrix(layers)), quantity)
+        if snapshot.alerts:
+            warnings = records.warnings_record(snapshot.step, snapshot.alerts)
+            self._add(summary, "warnings", make_tensor_proto(records.to_json(warnings)))
+        return self._pass_on(summary, snapshot.step)
+
+    def _add(self, summary: Summary, kind: str, tensor: TensorProto, quantity: str = "") -> None:
+        value = summary.value.add(tag=records.tag_of(kind, self._prefix, quantity), tensor=tensor)
+        if value.tag not in self._described:
+            self._described.add(value.tag)
+            value.metadata.plugin_data.plugin_name = records.PLUGIN
+            value.metadata.plugin_data.content = records.metadata(kind, self._prefix, quantity)
+            value.metadata.data_class = 2  # DATA_CLASS_TENSOR: without it TensorBoard shows nothing of the tag
+
+    def _pass_on(self, summary: Summary, step: int) -> int:
+        content = summary.SerializeToString()
+        if type(self._file).__module__.startswith("tensorboardX"):  # has message classes of its own
+            from tensorboardX.proto.summary_pb2 import Summary as Theirs
+
+            self._file.add_summary(Theirs.FromString(content), step)
+        else:
+            self._file.add_summary(summary, step)
+        return _record(len(content), step)

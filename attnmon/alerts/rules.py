@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attnmon.alerts.base import (
     NON_FINITE_ROWS,
@@ -438,3 +438,29 @@ class AlertRules:
     def active(self) -> tuple[Rule, ...]:
         """The rules that are on, in a fixed order."""
         return tuple(rule for entry in fields(self) if (rule := getattr(self, entry.name)) is not None)
+
+    def fixed_levels(self, quantities: Iterable[str]) -> tuple[dict[str, Any], ...]:
+        """The limits that are the same for every head, to be drawn beside its figures.
+
+        Args:
+            quantities: What is measured.
+
+        Example:
+            >>> AlertRules().fixed_levels(["score_max"])[0]["limit"]
+            100.0
+        """
+        measured = tuple(quantities)
+        return tuple(
+            {
+                "rule": rule.name,
+                "title": rule.title,
+                "severity": rule.severity,
+                "quantity": signal.quantity,
+                "limit": rule.limits(signal, math.nan)[0],
+                "rises": signal.rises,
+            }
+            for rule in self.active()
+            if not rule.learns
+            for signal in rule.signals(measured)
+            if signal.quantity in measured
+        )
