@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics import score_max
-from attnmon.rows import RowBatch, take_rows
+from attnmon.rows import RowBatch, Rows, take_rows
 
 __all__ = ["contradicts", "disagrees", "full_precision", "value_size"]
 
@@ -20,27 +20,24 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 _TF32_TOLERANCE = 5e-3  # float32 products on other devices than the CPU may keep 10 bits of the mantissa
 
 
-def contradicts(
-    output: Tensor, batch: RowBatch, recomputed: Tensor, largest: Tensor, size: Tensor | None = None
-) -> Tensor:
+def contradicts(output: Tensor, rows: Rows, recomputed: Tensor, largest: Tensor, size: Tensor) -> Tensor:
     """Whether the module's own attention output is not the one that the captured arguments give.
 
     Args:
         output: ``(sequences, num_heads, q_len, v_head_dim)`` of all sequences of the call.
-        batch: The rows.
+        rows: Which rows.
         recomputed: ``(batch, num_heads, rows, v_head_dim)``, weights times values.
         largest: ``(batch, num_heads, rows)``, the largest absolute score of each row, bias and all; NaN where a row
             sees nothing.
-        size: `value_size` of the values, if it is known.
+        size: `value_size` of the values of these sequences.
 
     Returns:
         A bool scalar.
     """
-    own = take_rows(output.detach()[batch.sequences], batch.positions).to(recomputed.dtype)
+    own = take_rows(output.detach()[rows.sequences], rows.positions).to(recomputed.dtype)
     error = (own - recomputed).abs().amax(dim=-1)
-    usable = batch.finite & (batch.weight > 0)[:, None]
-    size = value_size(batch.values) if size is None else size
-    size = size.repeat_interleave(batch.num_heads // size.shape[1], dim=1)
+    usable = rows.finite & (rows.weight > 0)[:, None]
+    size = size.repeat_interleave(rows.num_heads // size.shape[1], dim=1)
     tolerance = _TOLERANCE.get(output.dtype, 5e-2)
     if output.dtype == torch.float32 and output.device.type != "cpu":
         tolerance = _TF32_TOLERANCE
@@ -59,7 +56,7 @@ def value_size(values: Tensor) -> Tensor:
 def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
     """`contradicts` for rows of which only the weights are there, ``(batch, num_kv_heads, group * rows, n)``."""
     largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
-    return contradicts(output, batch, batch.per_head(weights @ batch.values), largest)
+    return contradicts(output, batch, batch.per_head(weights @ batch.values), largest, value_size(batch.values))
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch import Tensor
 from attnmon import functional as F
 from attnmon.masks import masked_softmax
 from attnmon.metrics import entropy_statistics, jacobian_norms, score_max, selection_statistics
-from attnmon.metrics._together import Carried, Scratch, row_figures
+from attnmon.metrics._together import TOGETHER, Carried, RowFigures
 from attnmon.metrics.entropy import ENTROPY_STATISTICS
-from attnmon.rows import RowBatch
+from attnmon.rows import RowBatch, Rows
+from attnmon.scratch import Scratch
 
 __all__ = ["ALL", "DEFAULT", "Column", "Measured", "Measurer", "expand_quantities"]
 
@@ -45,6 +47,8 @@ _BARE = (*ENTROPY_STATISTICS, *_PLAIN)  # names without an argument
 _JACOBIAN = {"jacobian": "spectral", "jacobian_frobenius": "frobenius", "jacobian_max": "max"}
 _SENSITIVITY = "sensitivity"
 _FIELDS = _TOP_N | _JACOBIAN
+# Scores of rows whose figures are finished together: what is kept of them until then takes a few times as much memory.
+_HELD = 2_000_000
 
 ALL = (*_BARE, *_TOP_N, *_JACOBIAN, _SENSITIVITY)
 DEFAULT = (
@@ -157,26 +161,31 @@ def _expand(
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What `measure` makes of some rows.
+    """What a `Measurer` makes of some rows.
 
     Attributes:
+        rows: Which rows.
         values: ``(len(columns), batch, num_heads, rows)``, NaN where a row has no such figure.
         output: ``(batch, num_heads, rows, v_head_dim)``, the weighted sum of the values.
         largest: ``(batch, num_heads, rows)``, the largest absolute score, bias and all; NaN for a row that sees
             nothing.
     """
 
+    rows: Rows
     values: Tensor
     output: Tensor
     largest: Tensor
 
 
 class Measurer:
-    """Makes one number per row for every column, of one chunk of rows after the other.
+    """Makes one number per row for every column.
 
     Args:
         columns: What to measure.
         generator: For the random directions of the sensitivity.
+
+    Attributes:
+        scratch: Memory that the chunks may share.
     """
 
     def __init__(self, columns: Sequence[Column], generator: torch.Generator) -> None:
@@ -185,82 +194,155 @@ class Measurer:
         self._bases = {column.base for column in columns}
         self._sizes = sorted({column.top_n for column in columns if column.top_n is not None})
         self._multiples = sorted({c.temperature for c in columns if c.base in _JACOBIAN and c.temperature is not None})
-        self._scratch = Scratch()
-        self._carried: tuple[Tensor, Carried] | None = None
+        self.scratch = Scratch()
 
-    def measure(self, batch: RowBatch, *, temperature: float, vectors: Tensor | None) -> Measured:
-        """Measure a chunk.
+    def measure(self, batches: Iterable[RowBatch], *, temperature: float, vectors: Tensor | None) -> Iterator[Measured]:
+        """Measure chunks of rows of the same sequences.
 
         Args:
-            batch: The rows. Their scores are overwritten.
+            batches: The chunks. Their scores are overwritten.
             temperature: The model's own, so that Jacobian norms are those with respect to the raw scores.
-            vectors: What the keys of the call carry: ``(batch, num_kv_heads or 1, kv_len, d)``; None if there is no
-                such thing.
+            vectors: What the keys of these sequences carry: ``(batch, num_kv_heads or 1, kv_len, d)``; None if there
+                is no such thing.
+
+        Yields:
+            All rows in order, those of several chunks at once where that is faster.
         """
-        known = self._together(batch, vectors)
-        weights = masked_softmax(batch.logits, batch.mask) if known is None else known["weights"]
-        measured = {} if known is None else self._named(known)
-        # Views of a chunk's scores: what is the same for all rows is there once.
-        n = batch.logits.shape[-1]
-        carried = None if vectors is None else vectors[:, :, None, :n]
-        left = [column for column in self.columns if column not in measured]
-        measured |= _measure(batch, weights, left, temperature, carried, self.generator)
-        for column in self.columns:
-            if column.base in _JACOBIAN:  # the logits are the raw scores over the temperature, hence the norm times it
-                measured[column] = measured[column] / temperature
-        nothing = torch.full_like(batch.logits[..., 0], float("nan"))
-        values = torch.stack([batch.per_head(measured.get(column, nothing)) for column in self.columns])
-        own = known is not None and "output" in known and vectors is batch.all_values
-        output = known["output"].view(*batch.logits.shape[:3], -1) if own and known else weights @ batch.values
-        largest = known["score_max"].view(batch.logits.shape[:3]) if known else score_max(batch.logits, mask=batch.mask)
-        return Measured(values, batch.per_head(output), batch.per_head(largest))
-
-    def release(self) -> None:
-        """Lets go of what belongs to the keys of the last call."""
-        self._carried = None
-
-    def _together(self, batch: RowBatch, vectors: Tensor | None) -> dict[str, Tensor] | None:
-        """What can be made in one pass, ``(batch * num_kv_heads, group * rows)`` each and the weights as they are."""
-        logits = batch.logits
-        if logits.device.type != "cpu" or logits.dtype != torch.float32 or batch.scores is not logits:
-            return None
-        shape = logits.shape
-        sizes = [size for size in self._sizes if size < shape[-1]]
-        carried = None
-        if vectors is not None and sizes and vectors.dtype == torch.float32:
-            if self._carried is None or self._carried[0] is not vectors:
-                whole = vectors.expand(-1, shape[1], -1, -1).flatten(0, 1)
-                self._carried = (vectors, Carried(whole, self._scratch))
-            carried = self._carried[1]
-        found = row_figures(
-            logits.flatten(0, 1),
-            batch.mask.flatten(0, 1),
-            carried,
-            self._scratch,
-            top_n=sizes,
+        figures = RowFigures(
+            self.scratch,
+            top_n=self._sizes,
             temperatures=self._multiples,
             want={_FIELDS.get(base, base) for base in self._bases},
         )
-        if found is not None:
-            found["weights"] = found["weights"].view(shape)
-        return found
-
-    def _named(self, found: dict[str, Tensor]) -> dict[Column, Tensor]:
-        shape = found["weights"].shape
-        sizes = [size for size in self._sizes if size < shape[-1]]
-        named = {}
-        for column in self.columns:
-            field = found.get(_FIELDS.get(column.base, column.base))
-            if field is None:
-                continue
-            if column.top_n is not None:
-                if column.top_n not in sizes:
+        carried: Carried | None = None
+        waiting: list[_Waiting] = []
+        for batch in batches:
+            if _simple(batch, vectors):
+                if carried is None and vectors is not None and self._sizes:
+                    whole = vectors.expand(-1, batch.logits.shape[1], -1, -1).flatten(0, 1)
+                    carried = Carried(whole, self.scratch)
+                weights = figures.add(batch.logits.flatten(0, 1), batch.mask.flatten(0, 1), carried)
+                if weights is not None:
+                    waiting.append(self._wait(batch, weights.view(batch.logits.shape), temperature, vectors))
+                    if figures.held >= _HELD:
+                        yield self._joined(waiting, figures.finish(), temperature)
+                        waiting = []
                     continue
-                field = field[..., sizes.index(column.top_n)]
-            elif column.temperature is not None:
-                field = field[..., self._multiples.index(column.temperature)]
-            named[column] = field.reshape(shape[:3])
-        return named
+            if waiting:
+                yield self._joined(waiting, figures.finish(), temperature)
+                waiting = []
+            yield self._alone(batch, temperature, vectors)
+        if waiting:
+            yield self._joined(waiting, figures.finish(), temperature)
+
+    def _wait(self, batch: RowBatch, weights: Tensor, temperature: float, vectors: Tensor | None) -> _Waiting:
+        """What has to be made of a chunk before the next one takes its memory."""
+        left = [column for column in self.columns if _FIELDS.get(column.base, column.base) not in TOGETHER]
+        measured = _measure(batch, weights, left, temperature, _first_keys(batch, vectors), self.generator)
+        known = vectors is batch.all_values and bool(self._sizes)
+        output = None if known else batch.per_head(weights @ batch.values)
+        return _Waiting(
+            Rows(batch.sequences, batch.positions, batch.weight, batch.finite, batch.num_heads),
+            batch.logits.shape[2],
+            {column: batch.per_head(values) for column, values in measured.items()},
+            output,
+        )
+
+    def _joined(self, waiting: Sequence[_Waiting], found: dict[str, Tensor], temperature: float) -> Measured:
+        """The rows of several chunks.
+
+        Args:
+            waiting: What is known of the chunks.
+            found: All else, ``(groups, rows of all chunks)`` or ``(groups, rows of all chunks, m)``.
+            temperature: The model's own.
+        """
+        rows = Rows.joined([chunk.rows for chunk in waiting])
+        batch, heads = rows.finite.shape[:2]
+        sizes = [chunk.size for chunk in waiting]
+
+        def per_head(values: Tensor) -> Tensor:
+            """``(m, groups, rows of all chunks)`` to ``(m, batch, num_heads, rows)``."""
+            return torch.cat([part.reshape(len(part), batch, heads, -1) for part in values.split(sizes, -1)], -1)
+
+        output = found.pop("output", None)
+        for name in _JACOBIAN.values():  # the logits are the raw scores over the temperature, hence the norm times it
+            if name in found:
+                found[name] = found[name] / temperature
+        fields = {name: field[None] if field.dim() == 2 else field.movedim(-1, 0) for name, field in found.items()}
+        starts = dict(zip(fields, accumulate(map(len, fields.values()), initial=0), strict=False))
+        figures = per_head(torch.cat(list(fields.values())))
+        largest = figures[starts["score_max"]]
+        places, more = [], [torch.full_like(largest, float("nan"))]
+        for column in self.columns:
+            field = _FIELDS.get(column.base, column.base)
+            if field in starts:
+                places.append(starts[field] + self._place(column))
+                continue
+            places.append(len(figures) + (len(more) if column in waiting[0].measured else 0))
+            if column in waiting[0].measured:
+                more.append(torch.cat([chunk.measured[column] for chunk in waiting], -1))
+        if max(places) >= len(figures):
+            figures = torch.cat([figures, torch.stack(more)])
+        outputs = [chunk.output for chunk in waiting if chunk.output is not None]
+        return Measured(
+            rows,
+            figures[places],
+            per_head(output.movedim(-1, 0)).movedim(0, -1)
+            if output is not None and not outputs
+            else torch.cat(outputs, 2),
+            largest,
+        )
+
+    def _place(self, column: Column) -> int:
+        """Which of the figures of its field a column is."""
+        if column.top_n is not None:
+            return self._sizes.index(column.top_n)
+        return 0 if column.temperature is None else self._multiples.index(column.temperature)
+
+    def _alone(self, batch: RowBatch, temperature: float, vectors: Tensor | None) -> Measured:
+        """A chunk by the functions of each quantity."""
+        weights = masked_softmax(batch.logits, batch.mask)
+        measured = _measure(batch, weights, self.columns, temperature, _first_keys(batch, vectors), self.generator)
+        for column in measured:
+            if column.base in _JACOBIAN:
+                measured[column] = measured[column] / temperature
+        nothing = torch.full_like(batch.logits[..., 0], float("nan"))
+        values = torch.stack([batch.per_head(measured.get(column, nothing)) for column in self.columns])
+        largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
+        return Measured(batch, values, batch.per_head(weights @ batch.values), largest)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A chunk whose figures are made together with those of the next.
+
+    Attributes:
+        rows: Which rows.
+        size: How many there are to a group.
+        measured: What has been made already, ``(batch, num_heads, rows)``.
+        output: ``(batch, num_heads, rows, v_head_dim)``; None if that will be found with the other figures.
+    """
+
+    rows: Rows
+    size: int
+    measured: dict[Column, Tensor]
+    output: Tensor | None
+
+
+def _simple(batch: RowBatch, vectors: Tensor | None) -> bool:
+    """Whether `RowFigures` may be asked."""
+    logits = batch.logits
+    return (
+        logits.device.type == "cpu"
+        and logits.dtype == torch.float32
+        and batch.scores is logits
+        and (vectors is None or vectors.dtype == torch.float32)
+    )
+
+
+def _first_keys(batch: RowBatch, vectors: Tensor | None) -> Tensor | None:
+    """The vectors of the keys of a chunk, to be broadcast over its rows."""
+    return None if vectors is None else vectors[:, :, None, : batch.logits.shape[-1]]
 
 
 def _measure(

@@ -8,22 +8,25 @@ the rows that the unbroken run would have looked at.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attnmon.masks import hides
+from attnmon.scratch import Scratch
 from attnmon.types import AttentionCall
 
-__all__ = ["RowBatch", "RowSampler", "all_rows", "row_batches", "rows_at"]
+__all__ = ["RowBatch", "RowSampler", "Rows", "all_rows", "row_batches", "rows_at"]
 
 # Bound for one chunk's scores, in elements; the metrics' temporaries are a small multiple of it.
 _CHUNK_ELEMENTS = 8_000_000
 # On a CPU rows are taken in blocks of about this many scores, whose arrays stay in the cache; those of a causal call
 # without the keys that none of the block's rows can see, which saves nearly half of the work.
 _CACHED_ELEMENTS = 400_000
+# Numbers of keys are multiples of this where they can be: they divide well then.
+_ROUND = 32
 
 
 class RowSampler:
@@ -100,8 +103,35 @@ class RowSampler:
 
 
 @dataclass(frozen=True, eq=False)
-class RowBatch:
-    """Rows of one call, ready for the metrics: float32 (float64 if the model is), detached, on the model's device.
+class Rows:
+    """Some rows of some sequences of a call.
+
+    Attributes:
+        sequences: Which sequences of the call these are.
+        positions: ``(batch, rows)`` query positions.
+        weight: ``(batch, rows)`` number of valid positions each row stands for; 0 = not a row.
+        finite: ``(batch, num_heads, rows)`` bool, False where a visible key has a NaN or infinite score.
+        num_heads: Number of query heads.
+    """
+
+    sequences: slice
+    positions: Tensor
+    weight: Tensor
+    finite: Tensor
+    num_heads: int
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """Rows of the same sequences, one part after the other."""
+        positions, weight, finite = (
+            torch.cat([getattr(part, name) for part in parts], -1) for name in ("positions", "weight", "finite")
+        )
+        return Rows(parts[0].sequences, positions, weight, finite, parts[0].num_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch(Rows):
+    """Rows ready for the metrics: float32 (float64 if the model is), detached, on the model's device.
 
     Heads are grouped by the key head they read, and the rows of a group share its keys and values, so that nothing is
     copied for grouped-query attention: ``group = num_heads // num_kv_heads`` and row ``g * rows + r`` of a group is
@@ -114,22 +144,12 @@ class RowBatch:
         mask: Same shape, True = visible.
         all_values: ``(batch, num_kv_heads, kv_len, v_head_dim)`` of all keys of the call; chunks of the same sequences
             have the same tensor.
-        sequences: Which sequences of the call these are.
-        positions: ``(batch, rows)`` query positions.
-        weight: ``(batch, rows)`` number of valid positions each row stands for; 0 = not a row.
-        finite: ``(batch, num_heads, rows)`` bool, False where a visible key has a NaN or infinite score.
-        num_heads: Number of query heads.
     """
 
     logits: Tensor
     scores: Tensor
     mask: Tensor
     all_values: Tensor
-    sequences: slice
-    positions: Tensor
-    weight: Tensor
-    finite: Tensor
-    num_heads: int
 
     @property
     def values(self) -> Tensor:
@@ -142,7 +162,9 @@ class RowBatch:
         return values.reshape(batch, self.num_heads, rows, *values.shape[3:])
 
 
-def row_batches(call: AttentionCall, sampler: RowSampler, *, apart: bool = False) -> Iterator[RowBatch]:
+def row_batches(
+    call: AttentionCall, sampler: RowSampler, *, apart: bool = False, scratch: Scratch | None = None
+) -> Iterator[RowBatch]:
     """The sampled rows of a call, in chunks of bounded size, each over the first keys up to the last that may be seen.
 
     Must run under ``no_grad`` and outside autocast.
@@ -151,6 +173,8 @@ def row_batches(call: AttentionCall, sampler: RowSampler, *, apart: bool = False
         call: The call, already restricted to the sampler's sequences.
         sampler: Says which rows.
         apart: Sequences one by one where that is faster, on a CPU.
+        scratch: Memory for the scores on a CPU: those of the next chunk take the place of a chunk's. None: each has
+            its own.
     """
     batch, _, q_len, _ = call.query.shape
     positions, weight = sampler.positions(batch, q_len, call.valid, call.query.device)
@@ -169,7 +193,8 @@ def row_batches(call: AttentionCall, sampler: RowSampler, *, apart: bool = False
         for start in range(0, positions.shape[1], step):
             rows = (some, slice(start, start + step))
             seen = _last_seen(part_of, positions[rows]) if trim and step < positions.shape[1] else keys.shape[2]
-            yield _rows_at(part_of, keys[:, :, :seen], values, positions[rows], weight[rows], some)
+            seen = min(-(-seen // _ROUND) * _ROUND, keys.shape[2])
+            yield _rows_at(part_of, keys[:, :, :seen], values, positions[rows], weight[rows], some, scratch)
 
 
 def _last_seen(call: AttentionCall, positions: Tensor) -> int:
@@ -227,7 +252,13 @@ def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rows_at(
-    call: AttentionCall, key: Tensor, values: Tensor, positions: Tensor, weight: Tensor, sequences: slice
+    call: AttentionCall,
+    key: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    weight: Tensor,
+    sequences: slice,
+    scratch: Scratch | None = None,
 ) -> RowBatch:
     batch, heads, _, head_dim = call.query.shape
     kv_heads, n = key.shape[1], key.shape[2]
@@ -235,7 +266,10 @@ def _rows_at(
     query = take_rows(call.query.detach(), positions).to(key.dtype)  # (batch, heads, rows, head_dim)
     # Scaling the few queries instead of the many scores; one GEMM per key head, shared by its query heads.
     grouped = (query * call.scale).reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
-    logits = (grouped @ key.transpose(-1, -2)).view(batch, heads, rows, n)
+    room = None
+    if scratch is not None and key.device.type == "cpu":
+        room = scratch.take("scores", *grouped.shape[:3], n, like=key)
+    logits = torch.matmul(grouped, key.transpose(-1, -2), out=room).view(batch, heads, rows, n)
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     scores = logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import chain, groupby
 from typing import Literal
 
 import torch
@@ -159,19 +160,19 @@ class Window:
             return
         own = self.options.vectors == "value"
         vectors = None if own else self._vectors(call)
-        sequences, carried, size = None, None, None
         nonfinite = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
         mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
-        for batch in row_batches(call, self.sampler, apart=True):
-            if batch.sequences != sequences:  # what the rows of a sequence share is made once
-                sequences, size = batch.sequences, value_size(batch.all_values)
-                carried = batch.all_values if own else None if vectors is None else vectors[batch.sequences]
-            measured = self._measurer.measure(batch, temperature=call.temperature, vectors=carried)
-            sums.add_rows(measured.values, batch.weight)
-            nonfinite += (~batch.finite & (batch.weight > 0)[:, None]).sum(dim=(0, 2))
-            if call.output is not None:
-                mismatch |= contradicts(call.output, batch, measured.output, measured.largest, size)
-        self._measurer.release()
+        chunks = row_batches(call, self.sampler, apart=True, scratch=self._measurer.scratch)
+        for sequences, chunk in groupby(chunks, key=lambda batch: batch.sequences):
+            first = next(chunk)
+            values = first.all_values
+            carried = values if own else None if vectors is None else vectors[sequences]
+            size = value_size(values)
+            for part in self._measurer.measure(chain([first], chunk), temperature=call.temperature, vectors=carried):
+                sums.add_rows(part.values, part.rows.weight)
+                nonfinite += (~part.rows.finite & (part.rows.weight > 0)[:, None]).sum(dim=(0, 2))
+                if call.output is not None:
+                    mismatch |= contradicts(call.output, part.rows, part.output, part.largest, size)
         sums.add_call(nonfinite, mismatch, _padding(call), call.temperature)
 
     def _add_fused(self, call: AttentionCall, sums: LayerSums) -> bool:

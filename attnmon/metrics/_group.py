@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from attnmon.scratch import Scratch
 
 __all__: list[str] = []
 
@@ -20,25 +21,6 @@ _COINCIDENT = 1e-6
 def _block_elements(device: torch.device, dtype: torch.dtype) -> int:
     """Elements of the largest temporary that the budget allows."""
     return _BUDGET.get(device.type, _BUDGET_DEVICE) // dtype.itemsize
-
-
-class _Scratch:
-    """Memory for the large temporaries of one block of rows after the other, by name.
-
-    Fresh memory costs a page fault per 4 KiB, which is as much as the arithmetic of one pass over it. Whoever takes a
-    name again overwrites what was there.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, *shape: int, like: Tensor) -> Tensor:
-        """An uninitialised tensor of this shape, in the dtype and on the device of `like`."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = self._buffers[name] = like.new_empty(size)
-        return buffer[:size].view(shape)
 
 
 class _Group:
@@ -58,7 +40,7 @@ class _Group:
         direct: bool,
         dense: bool = True,
         whole: _Group | None = None,
-        scratch: _Scratch | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         self.direct, self.dense, self._whole, self._scratch = direct, dense, whole, scratch
         self.squares: Tensor

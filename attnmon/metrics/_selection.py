@@ -148,6 +148,30 @@ class _Block:
         ranks = torch.arange(max(self.top_n), device=self.weights.device)
         return (ranks < self.sizes[:, None]).to(self.weights.dtype)
 
+    # Per N and selected key: S = sum of all N entries, those of the first N first.
+    @cached_property
+    def which_n(self) -> Tensor:
+        """Which N an entry belongs to, (S,)."""
+        return torch.arange(len(self.top_n), device=self.weights.device).repeat_interleave(
+            torch.tensor(self.top_n, device=self.weights.device)
+        )
+
+    def of_ranks(self, ranked: Tensor) -> Tensor:
+        """Something of the ranked keys, (G, R, max N), for each entry, (G, R, S)."""
+        return torch.cat([ranked[..., :size] for size in self.top_n], -1)
+
+    def of_n(self, per_n: Tensor) -> Tensor:
+        """Something per N, (..., K), for each entry, (..., S)."""
+        return per_n.index_select(-1, self.which_n)
+
+    def entries(self, each: Tensor) -> tuple[Tensor, ...]:
+        """The entries of each N apart, (G, R, N)."""
+        return each.split(self.top_n, -1)
+
+    def count_entries(self, marks: Tensor) -> Tensor:
+        """Sum over the entries of each N of what is 0.0 or 1.0, (G, R, K)."""
+        return torch.stack([part.sum(-1) for part in self.entries(marks)], -1)
+
     @cached_property
     def points(self) -> Tensor:
         """``s_N``, (G, R, K, d)."""
@@ -179,23 +203,33 @@ class _Block:
         return (self.points * self.points).sum(-1)
 
     @cached_property
+    def ranked_norms(self) -> Tensor:
+        """``||x_j||`` of the ranked keys, (G, R, max N)."""
+        return self.group.norms[:, None].expand_as(self.weights).gather(-1, self.order)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """``a_j ||x_j||`` of the ranked keys, (G, R, max N)."""
+        return self.ranked_norms * self.top_weights
+
+    @cached_property
     def reach(self) -> Tensor:
         """``sum_{I_N} a_j ||x_j||``, (G, R, K): what the rounding of s_N is measured against."""
-        lengths = self.group.norms[:, None].expand_as(self.weights).gather(-1, self.order) * self.top_weights
-        return (lengths[:, :, None] * self.member).sum(-1)
+        return self.lengths.cumsum(-1)[..., [size - 1 for size in self.top_n]]
 
     @cached_property
     def _excess(self) -> tuple[Tensor, Tensor]:
         g, r, n = self.weights.shape
+        k = len(self.top_n)
         weights = self.weights
         own = torch.mul(weights, self.group.squares[:, None], out=self.group.take("own", g, r, n)).mul_(weights)
-        excess = self.group.take("keys", g, r * len(self.top_n), n)
+        excess = self.group.take("keys", g, r * k, n)
         torch.bmm((self.points * -2.0).view(g, -1, self.points.shape[-1]), self.group.vectors.mT, out=excess)
-        excess = excess.view(g, r, -1, n)
+        excess = excess.view(g, r, k, n)
         if self.shown is not None:  # far beyond any key, and finite, so that a later product with 0 is 0
             own[..., self.ragged].add_((1 - self.shown[..., self.ragged]).mul_(self.far))
         torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
-        selected = excess.gather(-1, self.order[:, :, None].expand(g, r, len(self.top_n), -1))
+        selected = excess.view(g, r, k * n).gather(-1, self.of_ranks(self.order) + self.which_n * n)
         for column, size in enumerate(self.top_n):
             excess[:, :, column].scatter_(-1, self.order[..., :size], self.far)
         return excess, selected
@@ -212,7 +246,7 @@ class _Block:
 
     @property
     def selected_excess(self) -> Tensor:
-        """``e_i`` of the ranked keys, (G, R, K, max N); meaningful where `member` is 1."""
+        """``e_i`` of the selected keys, (G, R, S)."""
         return self._excess[1]
 
     @cached_property
@@ -410,6 +444,8 @@ def _top_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`topk` in two rounds: the k columns with the largest maxima hold the k largest keys. 2-3 times as fast."""
     n = keys.shape[-1]
     depth = min(round((n / k) ** 0.5), n // (2 * k))  # both rounds then look at about as many
+    # Near it one that n can be divided by: else the keys have to be copied.
+    depth = next((d for off in range(3) for d in (depth + off, depth - off) if 2 <= d <= n // k and n % d == 0), depth)
     if depth < 2:
         values, index = keys.topk(k, dim=-1)
         return values, index

@@ -2,7 +2,7 @@
 
 The functions of each quantity take any tensors and stand alone. In a training step all quantities are taken of the same
 rows, of which more is known: they are finite, every row sees a key, and the keys that not all of them see are the last.
-On a CPU that halves the time. Where less is known, `row_figures` leaves the rows to the functions.
+On a CPU that halves the time. Where less is known, `RowFigures` leaves the rows to the functions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from attnmon.masks import distinct
-from attnmon.metrics._group import _Group, _Scratch
+from attnmon.metrics._group import _Group
 from attnmon.metrics._selection import _Block, _top_keys
 from attnmon.metrics.distance import TopNDistances, _distance_update
 from attnmon.metrics.entropy import ENTROPY_STATISTICS, _statistics
-from attnmon.metrics.jacobian import LEADERS, _jacobian_block
-from attnmon.metrics.logits import SPREAD_KEYS, _spread
+from attnmon.metrics.jacobian import LEADERS, _Jacobian
+from attnmon.metrics.logits import SPREAD_KEYS, _spread_of
 from attnmon.metrics.separability import Separability, _separability_update
+from attnmon.scratch import Scratch
 
-__all__ = ["Carried", "Scratch", "row_figures"]
+__all__ = ["TOGETHER", "Carried", "RowFigures"]
 
 SELECTED = (*Separability._fields, *TopNDistances._fields)
 JACOBIAN = ("spectral", "frobenius", "max")
-Scratch = _Scratch
+TOGETHER = frozenset({*ENTROPY_STATISTICS, "score_spread", "score_max", "first_key_weight", *SELECTED, *JACOBIAN})
+"""Names of all that `RowFigures` knows."""
 # Of vectors outside of these lengths the squares, or those times small weights, leave the range of float32.
 _SHORTEST, _LONGEST = 1e-11, 1e12
 # Below this share of the largest weight the order of the weights says little about the order of the scores.
@@ -46,100 +48,155 @@ class Carried:
         self.plain = vectors.dtype == torch.float32 and not self.group.any_broken and _SHORTEST < longest < _LONGEST
 
 
-@torch.no_grad()
-def row_figures(
-    logits: Tensor,
-    mask: Tensor,
-    carried: Carried | None,
-    scratch: Scratch,
-    *,
-    top_n: Sequence[int],
-    temperatures: Sequence[float],
-    want: Collection[str],
-) -> dict[str, Tensor] | None:
-    """Figures of rows that share their keys.
+class RowFigures:
+    """Figures of rows that share their keys and come in blocks.
+
+    What needs all scores of a row is done block by block, what is a few numbers per row for all blocks at once.
 
     Args:
-        logits: ``(groups, rows, n)``, float32, contiguous, on a CPU: the scaled scores. Overwritten.
-        mask: ``(groups, rows, n)`` bool, True = visible.
-        carried: The vectors of at least these n keys; None if no top-N quantity is wanted.
         scratch: Memory for temporaries.
-        top_n: N, several, in ascending order and each below n.
+        top_n: N, several, in ascending order.
         temperatures: Multiples of the temperature that the scores are scaled by, for the Jacobian norms.
         want: Names of entropy statistics, ``"score_spread"``, ``"first_key_weight"``, and names out of `SELECTED` and
             `JACOBIAN`. Others are left out of the answer.
 
-    Returns:
-        Name to ``(groups, rows)``, ``(groups, rows, len(top_n))`` or ``(groups, rows, len(temperatures))``, as the
-        functions of each quantity return them, ``"score_max"`` in any case, and ``"weights"``, ``(groups, rows, n)``,
-        which the next call overwrites. With `carried`, ``"output"``: ``(groups, rows, d)``, the weighted sum of the
-        vectors. Where there is a result, `logits` are -inf at hidden keys. None, with `logits` as they were, where
-        these rows are not of the simple kind: a score is not finite, a row sees nothing, vectors are extreme.
+    Attributes:
+        held: Scores of the rows that were added since the last `finish`: memory goes by it.
     """
-    groups, rows, n = logits.shape
-    if n < 2 or (carried is not None and not carried.plain):
-        return None
-    shown = distinct(mask)
-    seen = shown.flatten(0, -2).all(0)
-    ragged = slice(n if bool(seen.all()) else int(seen.to(torch.uint8).argmin()), None)
-    shown = shown.to(logits.dtype)
-    count = shown.sum(-1)
-    if not bool(logits.sum().isfinite()) or not bool((count > 0).all()):
-        return None
-    part, hidden = shown[..., ragged], 1 - shown[..., ragged]
-    out: dict[str, Tensor] = {}
 
-    # Scores: with 0 where a key is hidden.
-    tail = logits[..., ragged]
-    tail.mul_(part)
-    out["score_max"] = torch.maximum(logits.amax(-1), -logits.amin(-1)) + 0.0  # never -0
-    if "score_spread" in want:
-        mean = (logits.sum(-1) / count)[..., None]
-        centred = torch.sub(logits, mean, out=scratch.take("a", *logits.shape, like=logits))
-        centred[..., ragged].mul_(part)
-        spread = _spread(centred, count)
-        out["score_spread"] = torch.where(count >= SPREAD_KEYS, spread, torch.nan)
+    def __init__(
+        self, scratch: Scratch, *, top_n: Sequence[int], temperatures: Sequence[float], want: Collection[str]
+    ) -> None:
+        self._scratch = scratch
+        self._top_n = tuple(top_n)
+        self._temperatures = tuple(temperatures)
+        self._selected = [name for name in SELECTED if name in want]
+        self._norms = [name for name in JACOBIAN if name in want]
+        self._entropy = any(name in want for name in ENTROPY_STATISTICS)
+        self._spread = "score_spread" in want
+        self._first = "first_key_weight" in want
+        self._begin()
 
-    # Weights.
-    tail.add_(torch.zeros_like(part).masked_fill_(part == 0, -torch.inf))
-    weights = torch.softmax(logits, -1, out=scratch.take("weights", *logits.shape, like=logits))
-    out["weights"] = weights
-    count = count.expand(groups, rows)
-    if any(name in want for name in ENTROPY_STATISTICS):
-        tiny = torch.finfo(weights.dtype).tiny
-        terms = torch.clamp_min(weights, tiny, out=scratch.take("a", *logits.shape, like=logits)).log_().mul_(weights)
-        out |= _statistics(0.0 - terms.sum(-1), count)
-    if "first_key_weight" in want:
-        first = shown.argmax(-1, keepdim=True).expand(groups, rows, 1)
-        out["first_key_weight"] = weights.gather(-1, first).squeeze(-1)
+    def _begin(self) -> None:
+        self._parts: dict[str, list[Tensor]] = {}
+        self._jacobian = _Jacobian(self._temperatures, self._norms, self._scratch)
+        self.held = 0
 
-    wanted = [name for name in SELECTED if name in want]
-    most = max(top_n) + 1 if carried is not None and wanted else 0
-    leaders = min(LEADERS + 1, n) if any(name in want for name in JACOBIAN) else 0
-    if not most and not leaders:
-        return out
-    tail = weights[..., ragged]
-    tail.sub_(hidden)  # -1 where hidden
-    ranked = _top_keys(weights, max(most, leaders), True)
-    tail.add_(hidden)
-    if carried is not None and wanted:
-        block = _Block.prepared(weights, carried.group.prefix(n), mask, shown, ragged, count, tuple(top_n))
-        block.ranked = (ranked[0][..., :most], ranked[1][..., :most])
-        found = _separability_update(block, wanted) | _distance_update(block, wanted)
-        out |= {name: torch.where(block.defined, value, torch.nan) for name, value in found.items()}
-        out["output"] = block.centre
-    if leaders:
-        order = ranked[1][..., :leaders].reshape(groups * rows, leaders)
-        flat = logits.reshape(groups * rows, n)
-        # Scores so far below the largest that their weights are all but 0 have to be ranked by themselves.
-        leading = ranked[0][..., :leaders]
-        known = bool(((leading > _INDISTINCT) | (leading < 0)).all())
-        made = _jacobian_block(
-            flat,
-            tuple(temperatures),
-            [name for name in JACOBIAN if name in want],
-            (flat.gather(-1, order), order) if known else None,
-            scratch,
-        )
-        out |= {name: value.mT.reshape(groups, rows, -1) for name, value in made.items()}
-    return out
+    def _keep(self, **parts: Tensor) -> None:
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def add(self, logits: Tensor, mask: Tensor, carried: Carried | None) -> Tensor | None:
+        """Add a block of rows.
+
+        Args:
+            logits: ``(groups, rows, n)``, float32, contiguous, on a CPU: the scaled scores. Overwritten.
+            mask: ``(groups, rows, n)`` bool, True = visible.
+            carried: The vectors of at least these n keys; None if no top-N quantity is wanted.
+
+        Returns:
+            The weights, ``(groups, rows, n)``, which the next block overwrites; `logits` are -inf at hidden keys then.
+            None, with `logits` as they were, where these rows are not of the simple kind: a score is not finite, a row
+            sees nothing, vectors are extreme. They have not been added.
+        """
+        groups, rows, n = logits.shape
+        if n < 2 or (carried is not None and not carried.plain):
+            return None
+        shown = distinct(mask)
+        seen = shown.flatten(0, -2).all(0)
+        ragged = slice(n if bool(seen.all()) else int(seen.to(torch.uint8).argmin()), None)
+        shown = shown.to(logits.dtype)
+        count = shown.sum(-1)
+        if not bool(logits.sum().isfinite()) or not bool((count > 0).all()):
+            return None
+        part, hidden = shown[..., ragged], 1 - shown[..., ragged]
+
+        # Scores: with 0 where a key is hidden.
+        tail = logits[..., ragged]
+        tail.mul_(part)
+        self._keep(most=logits.amax(-1), least=logits.amin(-1))
+        if self._spread:
+            mean = (logits.sum(-1) / count)[..., None]
+            centred = torch.sub(logits, mean, out=self._scratch.take("a", *logits.shape, like=logits))
+            centred[..., ragged].mul_(part)
+            self._keep(left=centred.sum(-1), size=torch.linalg.vector_norm(centred, dim=-1))
+
+        # Weights.
+        tail.add_(torch.zeros_like(part).masked_fill_(part == 0, -torch.inf))
+        weights = torch.softmax(logits, -1, out=self._scratch.take("weights", *logits.shape, like=logits))
+        self._keep(count=count.expand(groups, rows))
+        if self._entropy:
+            tiny = torch.finfo(weights.dtype).tiny
+            logs = torch.clamp_min(weights, tiny, out=self._scratch.take("a", *logits.shape, like=logits)).log_()
+            self._keep(entropy=logs.mul_(weights).sum(-1))
+        if self._first:
+            self._keep(first_key_weight=_first_key(weights, shown, ragged))
+
+        sizes = tuple(size for size in self._top_n if size < n) if carried is not None and self._selected else ()
+        leaders = min(LEADERS + 1, n) if self._norms else 0
+        if sizes or leaders:
+            tail = weights[..., ragged]
+            tail.sub_(hidden)  # -1 where hidden
+            ranked = _top_keys(weights, max(*sizes, leaders - 1) + 1 if sizes else leaders, True)
+            tail.add_(hidden)
+        if carried is not None:
+            group = carried.group.prefix(n)
+            if sizes:
+                block = _Block.prepared(weights, group, mask, shown, ragged, count.expand(groups, rows), sizes)
+                most = sizes[-1] + 1
+                block.ranked = (ranked[0][..., :most], ranked[1][..., :most])
+                found = _separability_update(block, self._selected) | _distance_update(block, self._selected)
+                missing = len(self._top_n) - len(sizes)
+                for name, value in found.items():
+                    self._keep(**{name: torch.nn.functional.pad(value, (0, missing)) if missing else value})
+                self._keep(output=block.centre)
+            else:
+                nothing = logits.new_zeros(groups, rows, len(self._top_n))
+                self._keep(**dict.fromkeys(self._selected, nothing), output=torch.bmm(weights, group.vectors))
+        if leaders:
+            order = ranked[1][..., :leaders].reshape(groups * rows, leaders)
+            flat = logits.reshape(groups * rows, n)
+            # Scores so far below the largest that their weights are all but 0 have to be ranked by themselves.
+            leading = ranked[0][..., :leaders]
+            known = bool(((leading > _INDISTINCT) | (leading < 0)).all())
+            self._jacobian.add(flat, (flat.gather(-1, order), order) if known else None)
+        self.held += logits.numel()
+        return weights
+
+    def finish(self) -> dict[str, Tensor]:
+        """Name to ``(groups, rows)``, ``(groups, rows, len(top_n))`` or ``(groups, rows, len(temperatures))``.
+
+        The rows are those of all blocks, one after the other, with the figures as the functions of each quantity return
+        them; beside what was wanted ``"score_max"``, and with vectors ``"output"``: ``(groups, rows, d)``, the weighted
+        sum of the vectors.
+        """
+        parts = {name: torch.cat(tensors, 1) for name, tensors in self._parts.items()}
+        sizes = [part.shape[1] for part in self._parts["count"]]
+        count = parts.pop("count")
+        groups = len(count)
+        out = {"score_max": torch.maximum(parts.pop("most"), -parts.pop("least")) + 0.0}  # never -0
+        if self._spread:
+            spread = _spread_of(parts.pop("left"), parts.pop("size"), count)
+            out["score_spread"] = torch.where(count >= SPREAD_KEYS, spread, torch.nan)
+        if self._entropy:
+            out |= _statistics(0.0 - parts.pop("entropy"), count)
+        if any(name in parts for name in self._selected):
+            undefined = count[..., None] <= count.new_tensor(self._top_n)
+            out |= {name: parts.pop(name).masked_fill_(undefined, torch.nan) for name in self._selected}
+        if self._norms:
+            for name, value in self._jacobian.finish().items():  # (T, groups * rows of each block)
+                blocks = [
+                    block.view(-1, groups, size)
+                    for block, size in zip(value.split([groups * size for size in sizes], 1), sizes, strict=True)
+                ]
+                out[name] = torch.cat(blocks, -1).movedim(0, -1)
+        self._begin()
+        return out | parts
+
+
+def _first_key(weights: Tensor, shown: Tensor, ragged: slice) -> Tensor:
+    """Weight of the first visible key of each row."""
+    if ragged.start > 0 or bool(shown[..., 0].all()):
+        return weights[..., 0].clone()
+    first = shown.argmax(-1, keepdim=True).expand(*weights.shape[:-1], 1)
+    return weights.gather(-1, first).squeeze(-1)

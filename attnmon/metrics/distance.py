@@ -140,8 +140,7 @@ def _upper_bound(block: _Block) -> Tensor:
     else:
         selected = kept.sum(-1)
         rest = 1 - selected
-    ranks = block.group.norms[:, None].expand_as(block.weights).gather(-1, block.order)
-    longest = ranks.cummax(-1).values[..., [size - 1 for size in block.top_n]]
+    longest = block.ranked_norms.cummax(-1).values[..., [size - 1 for size in block.top_n]]
     bound = rest * _largest_gap(block) + longest * (selected * (block.count[..., None] - block.sizes) - rest)
     return bound.to(block.weights.dtype)
 

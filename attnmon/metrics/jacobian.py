@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attnmon.metrics._base import _HeadMean
 from attnmon.metrics._checks import _check_positive, _hidden_scores
-from attnmon.metrics._group import _block_elements, _Scratch
+from attnmon.metrics._group import _block_elements
 from attnmon.metrics._selection import _top_candidates
+from attnmon.scratch import Scratch
 
 __all__ = ["SoftmaxJacobianNorm", "jacobian_norms", "softmax_jacobian_norm"]
 
@@ -52,21 +53,22 @@ def _settled(step: Tensor, bend: Tensor, root: Tensor) -> Tensor:
 
 
 def _spectral(
-    rest: Tensor, leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, scratch: _Scratch
+    rest: Sequence[Tensor], leaders: Tensor, first: Tensor, square: Tensor, second: Tensor, scratch: Scratch
 ) -> Tensor:
     r"""Largest eigenvalue of ``diag(a) - a a^T``, times Z, divided by the second largest weight's share p.
 
     With ``a = (1, second * rest) / Z`` and ``sum a = 1``, the secular equation ``1 = sum a_i^2 / (a_i - x)`` is the
     same as ``0 = sum a_i / (a_i - x)``, in which nothing cancels: ``sum_i rest_i / (x - rest_i) = 1 / (1 - second x)``
-    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `rest` is (T, rows, n), the
-    others (T, rows, leaders) or (T, rows): the step over the leaders is made for all temperatures at once.
+    in units of the second largest weight. Its solution lies in ``(1, 1 / second)``. `rest` are blocks of rows,
+    (T, rows, n) each, the others (T, rows of all blocks) and `leaders` (T, rows of all blocks, leaders): the steps over
+    the leaders are made for all rows and temperatures at once.
     """
-    eps = torch.finfo(rest.dtype).eps
-    iterations = _ITERATIONS[rest.dtype]
+    eps = torch.finfo(first.dtype).eps
+    iterations = _ITERATIONS[first.dtype]
     # The keys that are not leaders, as one key of their mean weight with their total: below the true g (Jensen).
     lump = (first - leaders.sum(-1)).clamp_min(0)
     lump_square = (square - (leaders * leaders).sum(-1)).clamp_min(0)
-    centre = (lump_square / lump.clamp_min(torch.finfo(rest.dtype).tiny)).minimum(leaders[..., -1])
+    centre = (lump_square / lump.clamp_min(torch.finfo(first.dtype).tiny)).minimum(leaders[..., -1])
     poles = torch.cat([leaders, centre[..., None]], -1)
     masses = torch.cat([leaders, lump[..., None]], -1)
     root = ((first + square / first) / (1 + first * second)).clamp_(min=1 + 4 * eps)
@@ -75,7 +77,7 @@ def _spectral(
         last = root
         away = root[..., None] - poles
         terms = masses / away
-        root = _secular_step(terms.sum(-1), (terms / away).sum(-1), root, second)
+        root = _secular_step(terms.sum(-1), terms.div_(away).sum(-1), root, second)
     # The lump has the sum and the sum of squares of its keys, so that its part of g is right but for the square of
     # the largest of them over the root: where that is lost in rounding, the other keys need not be looked at. With
     # ``|h'' / h'| <= 2 / (x - 1)`` the last step says how far the root itself is settled.
@@ -92,30 +94,37 @@ def _spectral(
     return root
 
 
-def _sum_terms(rest: Tensor, root: Tensor, active: Tensor, total: Tensor, square: Tensor, scratch: _Scratch) -> bool:
+def _sum_terms(
+    rest: Sequence[Tensor], root: Tensor, active: Tensor, total: Tensor, square: Tensor, scratch: Scratch
+) -> bool:
     """Sum and sum of squares over all keys of ``t = p / (x - p)`` for the `active` rows; False if there is none.
 
     Those of other rows may be left as they were. One temperature after the other stays in the cache.
     """
-    rows = rest.shape[1]
-    # Finding the rows would make the host wait for another device.
-    counts = active.sum(-1).tolist() if rest.device.type == "cpu" else [rows] * len(rest)
-    for column, count in enumerate(counts):
-        part = rest[column]
-        if 2 * count > rows:  # to pick them would cost more than to go on with all
-            terms = torch.sub(root[column][:, None], part, out=scratch.take("terms", *part.shape, like=part))
-            torch.div(part, terms, out=terms)
-            torch.sum(terms, -1, out=total[column])
-            torch.linalg.vector_norm(terms, dim=-1, out=square[column])
-            square[column].square_()
-        elif count:
-            index = active[column].nonzero().squeeze(-1)
-            part = part.index_select(0, index)
-            terms = torch.sub(root[column].index_select(0, index)[:, None], part)
-            torch.div(part, terms, out=terms)
-            total[column].index_copy_(0, index, terms.sum(-1))
-            square[column].index_copy_(0, index, torch.linalg.vector_norm(terms, dim=-1).square_())
-    return any(counts)
+    sizes = [block.shape[1] for block in rest]
+    parts = zip(rest, *(tensor.split(sizes, 1) for tensor in (root, active, total, square)), strict=True)
+    any_active = False
+    for block, x, wanted, sums, squares in parts:
+        rows = block.shape[1]
+        # Finding the rows would make the host wait for another device.
+        counts = wanted.sum(-1).tolist() if block.device.type == "cpu" else [rows] * len(block)
+        any_active |= any(counts)
+        for column, count in enumerate(counts):
+            part = block[column]
+            if 2 * count > rows:  # to pick them would cost more than to go on with all
+                terms = torch.sub(x[column][:, None], part, out=scratch.take("terms", *part.shape, like=part))
+                torch.div(part, terms, out=terms)
+                torch.sum(terms, -1, out=sums[column])
+                torch.linalg.vector_norm(terms, dim=-1, out=squares[column])
+                squares[column].square_()
+            elif count:
+                index = wanted[column].nonzero().squeeze(-1)
+                part = part.index_select(0, index)
+                terms = torch.sub(x[column].index_select(0, index)[:, None], part)
+                torch.div(part, terms, out=terms)
+                sums[column].index_copy_(0, index, terms.sum(-1))
+                squares[column].index_copy_(0, index, torch.linalg.vector_norm(terms, dim=-1).square_())
+    return any_active
 
 
 def _full_step(root: Tensor, total: Tensor, square: Tensor, leaders: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,53 +139,84 @@ def _full_step(root: Tensor, total: Tensor, square: Tensor, leaders: Tensor, sec
     return _secular_step(total, slope, root, second), (curvature / slope - slope / total).clamp_min(0)
 
 
-def _jacobian_block(
-    scores: Tensor,
-    temperatures: tuple[float, ...],
-    norms: Iterable[str],
-    ranked: tuple[Tensor, Tensor] | None = None,
-    scratch: _Scratch | None = None,
-) -> dict[str, Tensor]:
-    """Norms of some rows, ``scores`` (rows, n) with -inf at masked keys: name -> (T, rows).
+class _Jacobian:
+    """Norms of rows that come in blocks; what is one number per row is computed for the rows of all blocks at once.
 
-    `ranked` are values and indices of the largest `LEADERS` + 1 of them, if these are known.
+    Args:
+        temperatures: Absolute, or relative to that of the scores.
+        norms: Which.
+        scratch: Memory for what is kept of the blocks until `finish`, which is what the softmax would be at each
+            temperature.
     """
-    top, order = _top_candidates(scores, min(LEADERS + 1, scores.shape[-1])) if ranked is None else ranked
-    scratch = _Scratch() if scratch is None else scratch
-    # Rows with a single key have no second score: no gap, and all that follows is 0.
-    anchor = top[:, 1:2].clamp_min(torch.finfo(scores.dtype).min)
-    gaps = torch.sub(scores, anchor, out=scratch.take("gaps", *scores.shape, like=scores))
-    gaps.scatter_(-1, order[:, :1], -torch.inf)
-    leaders = top - anchor  # s_(1) - s_(2), 0, ...
-    # Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
-    # least 1; it is kept above where its cube is subnormal, which would be many times slower.
-    cut = 0.33 * math.log(torch.finfo(gaps.dtype).tiny)
-    rest = scratch.take("rest", len(temperatures), *gaps.shape, like=gaps)
-    first, square = rest.new_empty(2, *rest.shape[:-1])
-    for column, temperature in enumerate(temperatures):  # one at a time stays in the cache
-        part = torch.div(gaps, temperature, out=rest[column]).clamp_(min=cut).exp_()
-        torch.sum(part, -1, out=first[column])
-        torch.linalg.vector_norm(part, dim=-1, out=square[column])
-    square = square.square_()
-    scale = gaps.new_tensor(temperatures)[:, None]
-    second = (-leaders[:, 0] / scale).exp_()  # the second largest weight over the largest
-    z = 1 + second * first
-    out: dict[str, Tensor] = {}
-    for norm in norms:
-        if norm == "spectral":
-            lead = (leaders[:, 1:] / scale[..., None]).clamp_(min=cut).exp_()
-            value = second * _spectral(rest, lead, first, square, second, scratch) / z
-            # Clamped to the largest weight: with two equal leaders the eigenvalue is the weight itself.
-            value = value.minimum(1 / z)
-        elif norm == "frobenius":
-            cube = (rest * rest).mul_(rest).sum(-1)
-            inner = first**2 + square + square * (z * z + 1 + second**2 * square) - 2 * z * second * cube
-            value = second * inner.clamp_min(0).sqrt() / z**2
-        else:  # the largest entry is always that of the largest weight: a_2 <= 1 - a_1
-            value = second * first / z**2
-        value = (value / scale).masked_fill_(top[:, 1] == -torch.inf, 0.0)
-        out[norm] = value.masked_fill_(~top[:, 0].isfinite(), torch.nan)  # NaN ranks first
-    return out
+
+    def __init__(self, temperatures: tuple[float, ...], norms: Iterable[str], scratch: Scratch) -> None:
+        self._temperatures, self._norms, self._scratch = temperatures, tuple(norms), scratch
+        self._rest: list[Tensor] = []
+        self._top: list[Tensor] = []
+        self._sums: list[tuple[Tensor, ...]] = []
+
+    def add(self, scores: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add rows, ``scores`` (rows, n) with -inf at masked keys.
+
+        `ranked` are values and indices of the largest `LEADERS` + 1 of them, if these are known.
+        """
+        top, order = _top_candidates(scores, min(LEADERS + 1, scores.shape[-1])) if ranked is None else ranked
+        scratch = self._scratch
+        # Rows with a single key have no second score: no gap, and all that follows is 0.
+        anchor = top[:, 1:2].clamp_min(torch.finfo(scores.dtype).min)
+        gaps = torch.sub(scores, anchor, out=scratch.take("gaps", *scores.shape, like=scores))
+        gaps.scatter_(-1, order[:, :1], -torch.inf)
+        rest = scratch.take(f"rest {len(self._rest)}", len(self._temperatures), *gaps.shape, like=gaps)
+        first, square = rest.new_empty(2, *rest.shape[:-1])
+        for column, temperature in enumerate(self._temperatures):  # one at a time stays in the cache
+            part = torch.div(gaps, temperature, out=rest[column]).clamp_(min=_cut(gaps.dtype)).exp_()
+            torch.sum(part, -1, out=first[column])
+            torch.linalg.vector_norm(part, dim=-1, out=square[column])
+        sums = [first, square]
+        if "frobenius" in self._norms:
+            sums.append((rest * rest).mul_(rest).sum(-1))
+        self._rest.append(rest)
+        missing = LEADERS + 1 - top.shape[-1]  # a key that is not there is one that is not seen
+        self._top.append(torch.nn.functional.pad(top, (0, missing), value=-torch.inf) if missing else top)
+        self._sums.append(tuple(sums))
+
+    def finish(self) -> dict[str, Tensor]:
+        """Name to (T, rows of all blocks)."""
+        top = _joined(self._top, 0)
+        first, square, *cube = (_joined(parts, 1) for parts in zip(*self._sums, strict=True))
+        square = square.square()
+        leaders = top - top[:, 1:2].clamp_min(torch.finfo(top.dtype).min)  # s_(1) - s_(2), 0, ...
+        scale = top.new_tensor(self._temperatures)[:, None]
+        second = (-leaders[:, 0] / scale).exp_()  # the second largest weight over the largest
+        z = 1 + second * first
+        out: dict[str, Tensor] = {}
+        for norm in self._norms:
+            if norm == "spectral":
+                lead = (leaders[:, 1:] / scale[..., None]).clamp_(min=_cut(top.dtype)).exp_()
+                value = second * _spectral(self._rest, lead, first, square, second, self._scratch) / z
+                # Clamped to the largest weight: with two equal leaders the eigenvalue is the weight itself.
+                value = value.minimum(1 / z)
+            elif norm == "frobenius":
+                inner = first**2 + square + square * (z * z + 1 + second**2 * square) - 2 * z * second * cube[0]
+                value = second * inner.clamp_min(0).sqrt() / z**2
+            else:  # the largest entry is always that of the largest weight: a_2 <= 1 - a_1
+                value = second * first / z**2
+            value = (value / scale).masked_fill_(top[:, 1] == -torch.inf, 0.0)
+            out[norm] = value.masked_fill_(~top[:, 0].isfinite(), torch.nan)  # NaN ranks first
+        return out
+
+
+def _cut(dtype: torch.dtype) -> float:
+    """Least exponent that counts.
+
+    Weights are taken relative to the second largest, so anything this small (masked keys too) is lost in a sum of at
+    least 1; it is kept above where its cube is subnormal, which would be many times slower.
+    """
+    return 0.33 * math.log(torch.finfo(dtype).tiny)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @torch.no_grad()
@@ -213,9 +253,11 @@ def jacobian_norms(
         made = {norm: [value] for norm in norms}
     else:
         rows = max(1, _block_elements(flat.device, flat.dtype) // ((len(temperatures) + 2) * n))
-        scratch = _Scratch()
+        scratch = Scratch()
         for block in flat.split(rows):
-            for norm, value in _jacobian_block(block, temperatures, norms, scratch=scratch).items():
+            jacobian = _Jacobian(temperatures, norms, scratch)
+            jacobian.add(block)
+            for norm, value in jacobian.finish().items():
                 made[norm].append(value)
     lead = shape if single_temperature else (*shape, len(temperatures))
     return {norm: torch.cat(parts, -1).mT.reshape(lead) for norm, parts in made.items()}

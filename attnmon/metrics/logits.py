@@ -141,12 +141,17 @@ def first_key_weight(weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
 
 def _spread(centred: Tensor, count: Tensor) -> Tensor:
-    """Standard deviation of rows ``(..., n)`` less their mean, 0 where hidden, over `count` keys each: ``(...)``.
+    """Standard deviation of rows ``(..., n)`` less their mean, 0 where hidden, over `count` keys each: ``(...)``."""
+    return _spread_of(centred.sum(-1), torch.linalg.vector_norm(centred, dim=-1), count)
+
+
+def _spread_of(left: Tensor, size: Tensor, count: Tensor) -> Tensor:
+    """The same from the sum of such a row and its Euclidean norm.
 
     The mean was rounded, which shows where large scores are nearly equal: what is left of it is taken off again.
     """
-    left = centred.sum(-1) / count
-    square = torch.linalg.vector_norm(centred, dim=-1) / count.sqrt()
+    left = left / count
+    square = size / count.sqrt()
     return torch.where(left.abs() > 1e-4 * square, (square * square - left * left).clamp_min(0).sqrt(), square)
 
 

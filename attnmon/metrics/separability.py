@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -56,36 +57,35 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
 
     Decided on ``e`` where two values differ by more than their rounding; other rows are decided by `_counts_again`.
     """
-    e, least = block.selected_excess, block.least_excess  # (G, R, K, max N), (G, R, K)
+    e, least = block.selected_excess, block.least_excess  # (G, R, S), (G, R, K)
     # Rounding of e: of a dot product over d components and of a sum of N terms, in terms of the lengths involved.
     d = block.group.vectors.shape[-1]
     unit = _unit_roundoff(e.dtype) * (d + 16 + block.sizes)
-    norms = block.group.norms[:, None].expand_as(block.weights).gather(-1, block.order)
-    lengths = norms * block.top_weights
-    slack = unit[:, None] * lengths[:, :, None] * (lengths[:, :, None] + 2 * block.reach[..., None])
+    twice = 2 * block.reach
+    lengths = block.of_ranks(block.lengths)
+    slack = (lengths + block.of_n(twice)).mul_(lengths).mul_(block.of_n(unit))
     longest = block.next_weights * block.group.largest[..., None]
-    slack_least = unit * longest * (longest + 2 * block.reach)
-    gap = e - least[..., None]
-    doubt = slack + slack_least[..., None]
+    slack_least = unit * longest * (longest + twice)
+    gap = e - block.of_n(least)
     # Below the smallest normal number a product of lengths says nothing; where a length is 0, and not only as a product
     # that float32 can't hold, so is all it enters.
     tiny = torch.finfo(e.dtype).tiny
-    some = (norms > 0) & (block.top_weights > 0)
-    others = (block.next_weights > 0) & (block.group.largest[..., None] > 0)
-    doubt = torch.where(some[:, :, None] | others[..., None], doubt.clamp_min(tiny), doubt)
-    member = block.member.bool()
-    if not block.group.direct:
-        # The arithmetic is float64 and the data float32: what rounding can't tell apart here is equal.
-        nearer = _count((gap < -doubt) & member, e)
-    else:
-        nearer = _count((gap < 0) & member, e)
+    some = _holds(torch.gt, torch.minimum(block.ranked_norms, block.top_weights), 0)
+    others = _holds(torch.gt, torch.minimum(block.next_weights, block.group.largest[..., None]), 0)
+    least_doubt = torch.maximum(block.of_ranks(some), block.of_n(others)).mul_(tiny)
+    doubt = torch.maximum(slack + block.of_n(slack_least), least_doubt)
+    # Where the arithmetic is float64 and the data float32, what rounding can't tell apart is equal.
+    nearer = block.count_entries(_holds(torch.lt, gap, 0 if block.group.direct else -doubt))
     within = None
-    unsure = ((gap.abs() < doubt) & member).any(-1)
+    open_ = _holds(torch.lt, gap.abs(), doubt)
+    unsure = block.count_entries(open_) > 0
     if both:
-        farthest = e.where(member, -torch.inf)
-        top = farthest.amax(-1)
-        own = slack.gather(-1, farthest.argmax(-1, keepdim=True)).squeeze(-1)
-        slack_top = torch.maximum((farthest + slack).amax(-1) - top, own) + slack_least
+        tops, slacks = [], []
+        for apart, wide in zip(block.entries(e), block.entries(slack), strict=True):
+            top, place = apart.max(-1, keepdim=True)
+            tops.append(top)
+            slacks.append(torch.maximum((apart + wide).amax(-1, keepdim=True) - top, wide.gather(-1, place)))
+        top, slack_top = torch.cat(tops, -1), torch.cat(slacks, -1) + slack_least
         if not block.group.direct:
             within = _count(block.excess <= (top + slack_top)[..., None], e)
         else:
@@ -96,7 +96,6 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
     unsure &= block.defined
     if block.group.direct and bool(unsure.any()):
         if within is None and e.dtype == torch.float32:
-            open_ = (gap.abs() < doubt) & member
             unsure = _settle_contenders(block, nearer, unsure, open_, slack_least.clamp_min(tiny))
         for index in _by_group(unsure):
             again = _counts_again(block, index, both)
@@ -106,6 +105,12 @@ def _counts(block: _Block, both: bool) -> tuple[Tensor, Tensor | None]:
     return nearer, within
 
 
+def _holds(compare: Callable[..., Tensor], this: Tensor, that: Tensor | float) -> Tensor:
+    """A comparison as 1.0 and 0.0: an array of bools takes several times as long to make, and again to count."""
+    holds: Tensor = compare(this, that, out=torch.empty_like(this))
+    return holds
+
+
 def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Tensor, slack: Tensor) -> Tensor:
     """Decide `unsure` rows in float64, on those keys alone that float32 can't tell apart.
 
@@ -113,7 +118,7 @@ def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Ten
         block: The rows, in float32.
         nearer: (G, R, K) counts, with `open_` keys on the wrong side perhaps; set right where that can be done.
         unsure: (G, R, K) bool.
-        open_: (G, R, K, max N) bool, selected keys that may be on either side.
+        open_: (G, R, S), 1.0 where a selected key may be on either side.
         slack: (G, R, K), what rounding can do to ``e`` of an unselected key.
 
     Returns:
@@ -121,8 +126,15 @@ def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Ten
     """
     rows = unsure.nonzero()
     index = tuple(rows.unbind(-1))
-    e, least = block.selected_excess[index], block.least_excess[index][:, None]
-    open_ = open_[index]
+    # The entries of the rows' own N, (m, max N); what is behind them is masked.
+    member = block.member[index[2]]
+    starts = rows.new_tensor([0, *accumulate(block.top_n[:-1])])
+    entry = (starts[index[2]][:, None] + torch.arange(member.shape[-1], device=rows.device)).clamp_max(
+        open_.shape[-1] - 1
+    )
+    e = block.selected_excess[index[:2]].gather(-1, entry)
+    open_ = (open_[index[:2]].gather(-1, entry) * member).bool()
+    least = block.least_excess[index][:, None]
     rivals = block.excess[index] <= least + 2 * slack[index][:, None]
     own, rank = open_.nonzero().unbind(-1)
     row, other = rivals.nonzero().unbind(-1)
@@ -146,7 +158,7 @@ def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Ten
     high.scatter_reduce_(0, row, (exact + doubt)[theirs], "amin")
     below = (exact + doubt)[mine] < low[own]
     undecided = ~below & ((exact - doubt)[mine] < high[own])
-    certain = _count((e < least) & block.member.bool()[index[2]] & ~open_, e)
+    certain = _count((e < least) & member.bool() & ~open_, e)
     nearer[index] = certain.index_add_(0, own, below.to(e.dtype))
     left = torch.zeros_like(unsure)
     left[tuple(rows[own[undecided]].unbind(-1))] = True
