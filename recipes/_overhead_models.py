@@ -11,6 +11,7 @@ from _overhead import Variant
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from attnmon.cost import Cost
 from attnmon.loop import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -164,19 +165,22 @@ class AttentionStack(nn.Module):
 # -- sampled and not ------------------------------------------------------------------------------------------------
 
 
-def sampled(name: str, monitor: Watch, run: Callable[[], object]) -> Variant:
+def sampled(name: str, monitor: Watch, run: Callable[[], object], costs: list[Cost] | None = None) -> Variant:
     """A step that is sampled each time, attaching and detaching included.
 
     Args:
         name: How the tables call it.
         monitor: ``watch(model, every_n_steps=2)``.
         run: The step without the monitor.
+        costs: Takes what the monitor itself says of each sample.
     """
 
     def step() -> None:
         with monitor:
             run()
-            monitor.step()
+            snapshot = monitor.step()
+        if costs is not None and snapshot is not None and snapshot.cost is not None:
+            costs.append(snapshot.cost)
 
     def skip() -> None:
         with monitor:  # over the step that would not be sampled

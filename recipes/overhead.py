@@ -29,6 +29,7 @@ from _overhead import (
     machine_facts,
     milliseconds,
     peak_memory,
+    spread,
     write_tables,
 )
 from _overhead_events import event_sizes
@@ -47,6 +48,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from attnmon import AttentionSaturationWarning, watch
+from attnmon.cost import Cost
 from attnmon.schedule import picture_due
 
 PARTS = ("step", "rows_all", "naive", "growth", "events")
@@ -220,9 +222,10 @@ def step_tables(settings: Settings, parts: Sequence[str]) -> Iterator[Table]:
     plain = Variant(PLAIN_STEP, training.step)
     watching = watch(net, every_n_steps=2)
     others = []
+    costs: list[Cost] = []
     if "step" in parts:
         others.append(unsampled("monitor, not sampled", watch(net, every_n_steps=NEVER), training.step))
-        others.append(sampled(SAMPLED_STEP, watching, training.step))
+        others.append(sampled(SAMPLED_STEP, watching, training.step, costs))
     if "naive" in parts:
         name = f"eager: entropy, top {TOP_WEIGHTS}"
         others.append(Variant(name, training.step_by_hand, before=training.materialise, after=training.fuse))
@@ -244,17 +247,28 @@ def step_tables(settings: Settings, parts: Sequence[str]) -> Iterator[Table]:
         ],
     )
     if "step" in parts:
-        yield sample_table(settings, pairs[SAMPLED_STEP], (plain, others[1]))
+        yield sample_table(
+            settings,
+            pairs[SAMPLED_STEP],
+            costs[settings.warmup : settings.warmup + settings.repeats],
+            (plain, others[1]),
+        )
 
 
-def sample_table(settings: Settings, pair: Pairs, variants: Sequence[Variant]) -> Table:
-    """What one sample adds, and what that is of a whole run."""
+def sample_table(settings: Settings, pair: Pairs, costs: Sequence[Cost], variants: Sequence[Variant]) -> Table:
+    """What one sample adds, and what that is of a whole run.
+
+    The difference of two whole steps scatters as they do; the monitor's own clock (the host's, on a GPU) runs only
+    while it works.
+    """
     share = divide(pair.extra_ratio(), settings.every_n_steps / 100)  # in percent
     table = Table(
         "What a sample adds (default settings: 64 rows, every head, alerts)",
         ("figure", "value"),
         [
             ("a sample, ms", pair.extra()),
+            ("by the monitor's own clock, ms", milliseconds([cost.seconds for cost in costs])),
+            ("the same, % of the rest of its step", spread([100 * cost.share_of_step for cost in costs])),
             (f"its share of a run with one every {settings.every_n_steps} steps, %", share),
         ],
     )

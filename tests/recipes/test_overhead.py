@@ -60,7 +60,12 @@ def test_every_table_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = [[row[table["columns"][0]] for row in table["rows"]] for table in tables]
     assert rows == [
         ["no monitor", "monitor, not sampled", "monitor, sampled", "eager: entropy, top 20"],
-        ["a sample, ms", "its share of a run with one every 50 steps, %"],
+        [
+            "a sample, ms",
+            "by the monitor's own clock, ms",
+            "the same, % of the rest of its step",
+            "its share of a run with one every 50 steps, %",
+        ],
         ["fused forward", "entropy, first key", "and score max", "n x n weights by hand"],
         ["32", "48"],
         ["4", "8"],
