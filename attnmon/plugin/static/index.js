@@ -1,0 +1,300 @@
+// The Attention tab. TensorBoard imports this module into a frame of its own and calls render().
+
+import { Chart, lineName } from "./chart.js";
+import { DASHES, headColour } from "./colours.js";
+import { ColourBar, Controls, Stepper } from "./controls.js";
+import { Data } from "./data.js";
+import { el, refill, svg, tip } from "./dom.js";
+import { HeatMap } from "./heatmap.js";
+import { askedView, followAddress, followReloads, followTheme, link, remember } from "./host.js";
+import { MOST_HEADS, decode, encode, fitted, sameHead } from "./state.js";
+import { derive } from "./view.js";
+import { Warnings } from "./warnings.js";
+
+const LIGHTNING = `import lightning.pytorch as pl
+from attnmon import AttentionMonitor
+from lightning.pytorch.loggers import TensorBoardLogger
+
+trainer = pl.Trainer(
+    logger=TensorBoardLogger("runs"),
+    callbacks=[AttentionMonitor(every_n_steps=50)],
+)`;
+
+const PLAIN = `from attnmon import watch
+from torch.utils.tensorboard import SummaryWriter
+
+with watch(model, writer=SummaryWriter("runs/mine"), every_n_steps=50) as monitor:
+    for batch in batches:
+        ...  # your training step
+        monitor.step()`;
+
+/** Called by TensorBoard. */
+export async function render() {
+  document.documentElement.lang = "en";
+  document.title = "Attention";
+  const style = el("link", { rel: "stylesheet", href: new URL("style.css", import.meta.url).href });
+  const styled = new Promise((resolve) => {
+    for (const event of ["load", "error"]) style.addEventListener(event, resolve);
+  });
+  document.head.append(style);
+  await styled; // the map's size is measured
+  new Tab(document.body).start();
+}
+
+class Tab {
+  #state = decode(askedView());
+  #dark = false;
+  #waiting = false;
+  #maps = [];
+  #view = null;
+
+  constructor(body) {
+    this.data = new Data(new URL("../", import.meta.url), () => this.#redraw());
+    const set = (change) => this.#set(change);
+    this.reloadButton = el("button", { type: "button", title: "Look for new data", on: { click: () => this.data.reload() } }, "Reload");
+    this.linkButton = el("button", { type: "button", title: "A link that opens this view", on: { click: () => this.#copyLink() } }, "Copy link");
+    this.linkText = el("input", { class: "link", readonly: true, hidden: true, "aria-label": "Link to this view" });
+    this.live = el("div", { class: "for-readers", "aria-live": "polite" });
+    this.controls = new Controls({ set, reload: this.reloadButton, copyLink: this.linkButton });
+    this.stepper = new Stepper({ set });
+    this.bar = new ColourBar();
+    this.chart = new Chart({ onStep: (step) => set({ step }), onMove: (by) => this.stepper.move(by) });
+    this.warnings = new Warnings({ onFilter: set, onShow: (warning) => this.#show(warning) });
+    this.title = el("h2", { id: "map-title" });
+    this.meaning = el("dl", { class: "meaning" });
+    this.mapGrid = el("div", { class: "maps" });
+    this.runNotes = el("div", { class: "run-notes" });
+    this.legend = el("ul", { class: "legend", "aria-label": "Heads in the chart" });
+    this.clear = el("button", { type: "button", class: "plain", on: { click: () => set({ heads: [] }) } }, "Clear");
+    this.chartBox = el("div", { class: "chart-box" });
+    this.chartHint = el("p", { class: "hint chart-hint" }, "Choose a head in the map to see its line over the steps, with the limits it is judged by. Shift and a click, or Shift and Enter, adds another.");
+    this.problems = el("details", { class: "problems", hidden: true });
+    this.failure = el("p", { class: "failure", role: "alert", hidden: true });
+    this.empty = this.#emptyPage();
+    this.main = el(
+      "main",
+      { hidden: true },
+      this.controls.node,
+      this.linkText,
+      this.stepper.node,
+      this.problems,
+      el(
+        "div",
+        { class: "columns" },
+        el("section", { class: "panel map-panel", "aria-labelledby": "map-title" }, el("header", {}, this.title), this.meaning, this.bar.node, this.mapGrid, this.runNotes),
+        el(
+          "div",
+          { class: "side" },
+          el(
+            "section",
+            { class: "panel", "aria-labelledby": "chart-title" },
+            el("header", {}, el("h2", { id: "chart-title" }, "Heads over steps"), this.clear),
+            this.legend,
+            this.chartHint,
+            this.chartBox,
+          ),
+          this.warnings.node,
+        ),
+      ),
+    );
+    this.chartBox.append(this.chart.node);
+    body.replaceChildren(el("h1", { class: "for-readers" }, "Attention heads"), this.failure, this.empty, this.main, this.live, tip.node);
+    new ResizeObserver(() => this.#redraw()).observe(body);
+  }
+
+  start() {
+    followTheme((dark) => {
+      this.#dark = dark;
+      document.documentElement.dataset.theme = dark ? "dark" : "light";
+      this.#redraw();
+    });
+    followAddress((text) => {
+      if (text === encode(this.#state)) return;
+      this.#state = decode(text);
+      this.#redraw();
+    });
+    followReloads(() => this.data.reload());
+    this.data.reload();
+  }
+
+  #set(change) {
+    this.#state = { ...this.#state, ...change };
+    this.#redraw();
+  }
+
+  #redraw() {
+    if (this.#waiting) return;
+    this.#waiting = true;
+    requestAnimationFrame(() => {
+      this.#waiting = false;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    this.failure.hidden = !this.data.error;
+    this.failure.textContent = this.data.error ?? "";
+    const { catalogue } = this.data;
+    if (!catalogue) return;
+    const some = catalogue.runs.some(({ tags }) => tags.some(({ kind }) => kind === "heads"));
+    this.empty.hidden = some;
+    this.main.hidden = !some;
+    if (!some) {
+      this.#drawProblems(catalogue.problems.map(({ run, tag, text }) => `${run}, ${tag}: ${text}`), this.empty);
+      return;
+    }
+    const asked = this.#state;
+    const state = fitted(asked, catalogue);
+    if (state.runs.length < asked.runs.length || asked.runs.length === 0) this.#state = { ...state, runs: state.runs };
+    else this.#state = state;
+    const view = (this.#view = derive(state, this.data));
+    remember(encode(state));
+    const several = state.runs.length > 1;
+    this.controls.draw({ state, view, catalogue });
+    this.stepper.draw({ state, view });
+    this.bar.draw({ state, view });
+    this.#drawProblems(view.problems, this.main);
+    this.#drawAbout(view);
+    this.#drawMaps(state, view, several);
+    this.#drawLines(state, view, several);
+    this.warnings.draw({ warnings: view.warnings, state, several });
+  }
+
+  #drawAbout({ about }) {
+    this.title.textContent = about.unit ? `${about.title} (${about.unit})` : about.title;
+    const rows = [
+      ["A rise means", about.rise],
+      ["A fall means", about.fall],
+    ].filter(([, text]) => text);
+    refill(this.meaning, JSON.stringify(rows), () => rows.map(([term, text]) => el("div", {}, el("dt", {}, term), el("dd", {}, text))));
+  }
+
+  #drawMaps(state, view, several) {
+    while (this.#maps.length < view.runs.length) {
+      this.#maps.push(new HeatMap({ onPick: (head, add) => this.#pick(head, add), say: (text) => (this.live.textContent = text) }));
+    }
+    this.#maps.length = view.runs.length;
+    refill(this.mapGrid, String(view.runs.length), () => this.#maps.map(({ node }) => node));
+    this.mapGrid.classList.toggle("several", several);
+    const room = this.mapGrid.clientWidth;
+    const width = several && room > 616 ? (room - 16) / 2 : room; // as the style sheet divides it
+    const colours = state.heads.map((_, place) => headColour(place, this.#dark));
+    view.runs.forEach((run, place) =>
+      this.#maps[place].draw({
+        run,
+        view: state.view,
+        range: view.range,
+        unit: view.about.unit,
+        several,
+        heads: state.heads,
+        colours,
+        width,
+        dark: this.#dark,
+      }),
+    );
+    const notes = view.runs.filter((run) => run.record).map(({ name, record }) => ({ name, record }));
+    refill(this.runNotes, JSON.stringify([notes, several]), () => notes.map(({ name, record }) => this.#runNote(name, record, several)));
+  }
+
+  #runNote(name, record, several) {
+    const source = { train: "training batches", probe: "a fixed probe batch", validation: "validation batches" }[record.source] ?? record.source;
+    const every = record.every_n_steps > 1 ? `every ${record.every_n_steps} steps` : "every step";
+    const left = Object.entries(record.not_measured);
+    return el(
+      "div",
+      {},
+      el("p", { class: "hint" }, `${several ? `${name}: ` : ""}${record.layers.length} layers, sampled ${every} on ${source}.`),
+      left.length > 0 &&
+        el("details", {}, el("summary", {}, `${left.length} attention modules are not measured`), el("ul", {}, ...left.map(([path, reason]) => el("li", {}, el("code", {}, path), `: ${reason}`)))),
+    );
+  }
+
+  #drawLines(state, view, several) {
+    const { lines } = view;
+    this.chartHint.hidden = state.heads.length > 0;
+    this.clear.hidden = this.legend.hidden = state.heads.length === 0;
+    this.chartBox.hidden = lines.length === 0;
+    const paths = new Map(view.runs.flatMap((run) => run.layers.map((layer) => [`${run.name} ${layer.number}`, layer.path])));
+    refill(this.legend, JSON.stringify([state.heads, state.runs, this.#dark, [...paths]]), () =>
+      state.heads.flatMap((head, colour) => view.runs.map((run, place) => this.#legendItem(head, colour, run, place, several, paths.get(`${run.name} ${head.layer}`)))),
+    );
+    if (!lines.length) return;
+    const bases = view.runs.map((run) => run.base).filter((base) => base !== undefined);
+    this.chart.draw({
+      lines,
+      levels: view.levels,
+      step: view.step,
+      base: state.view === "change" && bases.length ? bases[0] : null,
+      about: view.about,
+      several,
+      width: Math.max(260, this.chartBox.clientWidth),
+      height: 280,
+      dark: this.#dark,
+    });
+  }
+
+  #legendItem(head, colour, run, place, several, path) {
+    const name = lineName({ ...head, run: run.name }, several);
+    const sample = svg(
+      "svg",
+      { width: 26, height: 10, "aria-hidden": "true" },
+      svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: headColour(colour, this.#dark), "stroke-width": 2.5, "stroke-dasharray": DASHES[place] }),
+    );
+    const leave = () => this.#set({ heads: this.#state.heads.filter((known) => !sameHead(known, head)) });
+    const button = el("button", { type: "button", class: "plain", "aria-label": `Remove layer ${head.layer}, head ${head.head}`, on: { click: leave } }, "×");
+    return el("li", { title: path || null }, sample, el("span", {}, name), place === 0 && button);
+  }
+
+  #pick(head, add) {
+    const { heads } = this.#state;
+    const known = heads.some((other) => sameHead(other, head));
+    if (known && (add || heads.length === 1)) this.#set({ heads: heads.filter((other) => !sameHead(other, head)) });
+    else if (add) this.#set({ heads: [...heads, head].slice(-MOST_HEADS) });
+    else this.#set({ heads: [head] });
+  }
+
+  #show(warning) {
+    const heads = Object.entries(warning.heads).flatMap(([layer, names]) => names.map((head) => ({ layer: Number(layer), head })));
+    const known = new Set(this.#view.quantities.map(({ quantity }) => quantity));
+    const quantity = warning.evidence.find((name) => known.has(name)) ?? this.#state.quantity;
+    this.#set({ step: warning.step, heads: heads.slice(0, MOST_HEADS), quantity });
+    this.live.textContent = `Step ${warning.step}, ${warning.title}`;
+  }
+
+  #drawProblems(texts, before) {
+    this.problems.hidden = texts.length === 0;
+    if (this.problems.parentNode !== before) before === this.empty ? before.append(this.problems) : before.insertBefore(this.problems, before.querySelector(".columns"));
+    refill(this.problems, JSON.stringify(texts), () => [
+      el("summary", {}, `Problems with the data (${texts.length})`),
+      el("ul", {}, ...texts.map((text) => el("li", {}, text))),
+    ]);
+  }
+
+  async #copyLink() {
+    const address = link(encode(this.#state));
+    try {
+      await navigator.clipboard.writeText(address);
+      this.linkButton.textContent = "Copied";
+      setTimeout(() => (this.linkButton.textContent = "Copy link"), 1500);
+    } catch {
+      this.linkText.hidden = false; // not allowed here: to be copied by hand
+      this.linkText.value = address;
+      this.linkText.select();
+    }
+  }
+
+  #emptyPage() {
+    return el(
+      "div",
+      { class: "empty", hidden: true },
+      el("h2", {}, "No attention data yet"),
+      el("p", {}, "This tab shows what attnmon measures of attention heads while a model trains: layers by heads at any step, each head's history, and every warning. Nothing of it is in this log directory."),
+      el("h3", {}, "With Lightning"),
+      el("pre", {}, el("code", {}, LIGHTNING)),
+      el("h3", {}, "In a plain PyTorch loop"),
+      el("pre", {}, el("code", {}, PLAIN)),
+      el("p", {}, "Once a sample is written, it appears here after TensorBoard's next reload."),
+      el("button", { type: "button", on: { click: () => this.data.reload() } }, "Look again"),
+    );
+  }
+}

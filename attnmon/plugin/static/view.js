@@ -1,0 +1,198 @@
+// From the view and the data: what is drawn. Nothing here touches the page.
+
+/** The place of the last step that is not after `step`; the first where all are. */
+export function placeOf(steps, step) {
+  let place = 0;
+  for (let at = 0; at < steps.length && steps[at] <= step; at++) place = at;
+  return place;
+}
+
+function union(lists) {
+  return [...new Set(lists.flat())].sort((a, b) => a - b);
+}
+
+/** The value of a cell; NaN where the frame has no such cell. */
+export function cell(frame, layer, head) {
+  return frame && layer < frame.rows && head < frame.columns ? frame.values[layer * frame.columns + head] : NaN;
+}
+
+/** Layers of a run in order, `{number, path, heads}`; heads is null where the run does not say. */
+function layersOf(record, frame) {
+  const layers = new Map((record?.layers ?? []).map((layer) => [layer.number, layer]));
+  for (let layer = 0; layer < (frame?.rows ?? 0); layer++) {
+    if (layers.has(layer)) continue;
+    const measured = Array.from({ length: frame.columns }, (_, head) => cell(frame, layer, head)).some(Number.isFinite);
+    if (measured || !record) layers.set(layer, { number: layer, path: "", heads: null });
+  }
+  return [...layers.values()].sort((a, b) => a.number - b.number);
+}
+
+/** Whether a layer has a head of this number. */
+export function exists(run, layer, head) {
+  return layer.heads === null ? !run.record || Number.isFinite(cell(run.frame, layer.number, head)) : head < layer.heads;
+}
+
+/** What the map shows of a head: its value, or its change since the baseline. */
+export function shown(run, view, layer, head) {
+  const value = cell(run.frame, layer, head);
+  return view === "change" ? value - cell(run.baseFrame, layer, head) : value;
+}
+
+function extentOf(numbers) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of numbers) {
+    if (!Number.isFinite(value)) continue;
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return low <= high ? [low, high] : null;
+}
+
+function* cells(runs, view) {
+  for (const run of runs) {
+    if (!run.frame) continue;
+    for (let layer = 0; layer < run.frame.rows; layer++) {
+      for (let head = 0; head < run.frame.columns; head++) yield shown(run, view, layer, head);
+    }
+  }
+}
+
+/** Which kinds of cells without a plain colour there are, for the key below the map. */
+function kindsOf(runs, view) {
+  const kinds = new Set();
+  for (const run of runs) {
+    if (run.warnings.some((warning) => warning.step === run.step)) kinds.add("warned");
+    const columns = columnsOf(run);
+    for (const layer of run.frame ? run.layers : []) {
+      for (let head = 0; head < columns; head++) {
+        if (!exists(run, layer, head)) kinds.add("absent");
+        else if (!Number.isFinite(shown(run, view, layer.number, head))) kinds.add("unmeasured");
+      }
+    }
+  }
+  return kinds;
+}
+
+/** As many columns as the layer with the most heads has. */
+export function columnsOf(run) {
+  return Math.max(1, run.frame?.columns ?? 0, ...run.layers.map((layer) => layer.heads ?? 0));
+}
+
+function range(state, runs, limits) {
+  const now = () => extentOf(cells(runs, state.view)) ?? [0, 1];
+  if (state.view === "change") {
+    const whole = Math.max(...runs.map((run) => run.summary?.change ?? 0), 0);
+    const most = state.range === "step" || !whole ? Math.max(...now().map(Math.abs)) : whole;
+    return [-most, most];
+  }
+  if (state.range === "step") return now();
+  const [low, high] = extentOf(runs.flatMap((run) => run.summary?.extent ?? [])) ?? now();
+  return state.range === "run" ? [low, high] : [limits[0] ?? low, limits[1] ?? Math.max(high, limits[0] ?? high)];
+}
+
+/**
+ * Everything that the page needs.
+ *
+ * @param {object} state - A view that fits the data.
+ * @param {Data} data - Asked for what is missing; what has not come yet is null here.
+ */
+export function derive(state, data) {
+  const problems = data.catalogue.problems.map(({ run, tag, text }) => `${run}, ${tag}: ${text}`);
+  const runs = state.runs.map((name, place) => {
+    const tag = data.tag(name, state.prefix, state.quantity);
+    const about = data.run(name, state.prefix);
+    const run = {
+      name,
+      place,
+      tag,
+      record: about.value?.record ?? null,
+      warnings: about.value?.warnings ?? [],
+      error: tag ? (about.error ?? null) : "This run has no such quantity.",
+      steps: [],
+    };
+    for (const text of about.value?.problems ?? []) problems.push(`${name}: ${text}`);
+    if (!tag) return run;
+    const summary = data.summary(name, tag);
+    run.error = summary.error ?? run.error;
+    run.summary = summary.value;
+    run.steps = summary.value?.steps ?? [];
+    for (const text of summary.value?.problems ?? []) problems.push(`${name}, ${tag.tag}: ${text}`);
+    return run;
+  });
+
+  const steps = union(runs.map((run) => run.steps));
+  const place = steps.length ? (state.step === null ? steps.length - 1 : placeOf(steps, state.step)) : 0;
+  const step = steps[place] ?? null;
+  for (const run of runs) {
+    if (!run.steps.length || step < run.steps[0]) continue; // not begun at this step
+    run.index = placeOf(run.steps, step);
+    run.step = run.steps[run.index];
+    run.wallTime = run.summary.wall_times[run.index];
+    const frame = data.frame(run.name, run.tag, run.steps, run.index);
+    run.error = failure(frame) ?? run.error;
+    run.frame = frame.value ?? null;
+    run.waiting = !run.frame && !run.error;
+    if (state.view === "change") {
+      const base = state.base === null ? 0 : placeOf(run.steps, state.base);
+      run.base = run.steps[base];
+      const baseFrame = data.frame(run.name, run.tag, run.steps, base);
+      run.error = failure(baseFrame) ?? run.error;
+      run.baseFrame = baseFrame.value ?? null;
+      run.waiting ||= !run.baseFrame && !run.error;
+      run.summary = data.summary(run.name, run.tag, run.base).value ?? run.summary;
+    }
+  }
+  for (const run of runs) run.layers = layersOf(run.record, run.frame);
+  const about = runs.find((run) => run.tag)?.tag ?? { title: state.quantity, unit: "", limits: [null, null] };
+  return {
+    runs,
+    steps,
+    place,
+    step,
+    about,
+    problems,
+    range: range(state, runs, about.limits),
+    kinds: kindsOf(runs, state.view),
+    prefixes: [...new Set(state.runs.flatMap((run) => allTags(data, run).map((tag) => tag.prefix)))],
+    quantities: quantitiesOf(state, data),
+    lines: lines(state, data, runs),
+    levels: levels(runs, state.quantity),
+    warnings: runs.flatMap((run) => run.warnings.map((warning) => ({ ...warning, run: run.name }))),
+  };
+}
+
+function failure(frame) {
+  return frame.error ?? (frame.missing ? "TensorBoard no longer keeps this sample." : null);
+}
+
+function allTags(data, run) {
+  return (data.catalogue.runs.find((known) => known.run === run)?.tags ?? []).filter((tag) => tag.kind === "heads");
+}
+
+function quantitiesOf(state, data) {
+  const found = new Map();
+  for (const run of state.runs) {
+    for (const tag of allTags(data, run)) {
+      if (tag.prefix === state.prefix && !found.has(tag.quantity)) found.set(tag.quantity, tag);
+    }
+  }
+  return [...found.values()];
+}
+
+function lines(state, data, runs) {
+  if (!state.heads.length) return [];
+  return runs.flatMap((run) => {
+    const series = run.tag ? data.series(run.name, run.tag, state.heads).value : null;
+    return (series?.heads ?? []).map((found, colour) => ({ ...found, run: run.name, dash: run.place, colour, steps: series.steps }));
+  });
+}
+
+function levels(runs, quantity) {
+  const found = new Map();
+  for (const run of runs) {
+    for (const level of run.record?.levels ?? []) {
+      if (level.quantity === quantity) found.set(`${level.rule} ${level.limit}`, level);
+    }
+  }
+  return [...found.values()];
+}

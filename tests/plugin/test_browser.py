@@ -1,0 +1,380 @@
+"""The tab in a headless Chromium, against a real TensorBoard process: what people do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plugin.chromium import PATIENCE, Chromium, find
+from plugin.conftest import HEADS, LAYERS, RISEN, SPREAD, STEPS, figures, write_run
+from torch.utils.tensorboard import SummaryWriter
+
+BROWSER = find()
+NEEDED = os.environ.get("CI_NEEDS_BROWSER") == "1"
+OPTIONS = ("--host=127.0.0.1", "--port=0", "--reload_interval=1")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None and not NEEDED,
+    reason="no chromium here (apt install chromium); CI_NEEDS_BROWSER=1 makes that a failure",
+)
+
+
+class Tab:
+    """TensorBoard with the tab open."""
+
+    def __init__(self, browser: Chromium, url: str) -> None:
+        self.browser, self.url = browser, url
+
+    def open(self, fragment: str = "attnmon") -> None:
+        self.browser.open("about:blank")
+        self.browser.open(f"{self.url}/#{fragment}")
+        self.wait("!d.querySelector('main').hidden && d.querySelectorAll('.map-note').length > 0")
+        self.settle()
+
+    def js(self, expression: str) -> Any:
+        """An expression with the tab's document ``d`` and the place of its frame ``o``."""
+        return self.browser.run(_inside(expression))
+
+    def wait(self, expression: str) -> Any:
+        return self.browser.wait(_inside(expression))
+
+    def settle(self) -> None:
+        self.wait("[...d.querySelectorAll('.map-note')].every((note) => note.textContent.startsWith('sample of step'))")
+
+    def words(self) -> str:
+        return self.js("d.querySelector('.step-words').textContent")
+
+    def keeps(self, **expected: str | list[str]) -> bool:
+        """Whether the tab's address comes to hold these parts of the view."""
+        wanted = {name: [value] if isinstance(value, str) else value for name, value in expected.items()}
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            text = self.js("f.contentWindow.location.hash.split('p.attnmon.view=')[1]") or ""
+            found = urllib.parse.parse_qs(urllib.parse.unquote(text))
+            if wanted.items() <= found.items():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def place(self, layer: int, head: int, number: int = 0) -> tuple[float, float]:
+        """The middle of a cell in the window."""
+        left, top, width, height = self.js(
+            f"(() => {{ const b = d.querySelectorAll('.map-canvas')[{number}].getBoundingClientRect();"
+            " return [b.left + o.left, b.top + o.top, b.width, b.height]; })()"
+        )
+        wide, tall = (width - 50) / HEADS, (height - 38) / LAYERS
+        return left + 44 + (head + 0.5) * wide, top + 4 + (layer + 0.5) * tall
+
+    def colour(self, layer: int, head: int, number: int = 0) -> list[int]:
+        """The colour of a cell's lower half."""
+        x, y = self.place(layer, head, number)
+        return self.js(
+            f"(() => {{ const c = d.querySelectorAll('.map-canvas')[{number}], b = c.getBoundingClientRect();"
+            f" return [...c.getContext('2d').getImageData({x} - o.left - b.left, {y} + 6 - o.top - b.top, 1, 1).data]"
+            ".slice(0, 3); })()"
+        )
+
+    def click(self, layer: int, head: int, *, shift: bool = False) -> None:
+        self.browser.click(*self.place(layer, head), shift=shift)
+
+    def lines(self, count: int) -> None:
+        self.wait(f"d.querySelectorAll('.chart .line').length === {count}")
+
+    def enter(self, selector: str, value: object, event: str = "change") -> None:
+        """As if somebody had chosen or typed it."""
+        self.js(
+            f"(() => {{ const e = d.querySelector(`{selector}`); e.value = '{value}';"
+            f" e.dispatchEvent(new Event('{event}')); }})()"
+        )
+
+    def quantity(self, name: str) -> None:
+        self.enter(".choice select:has(option[value=mine])", name)
+
+
+def _inside(expression: str) -> str:
+    return (
+        "(() => { const f = [...document.querySelectorAll('iframe')].find((f) => f.src.includes('attnmon'));"
+        " if (!f || !f.contentDocument?.querySelector('main')) return null;"
+        f" const d = f.contentDocument, o = f.getBoundingClientRect(); return ({expression}); }})()"
+    )
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    write_run(folder / "first")
+    write_run(folder / "second", seed=1)
+    writer = SummaryWriter(folder / "first")
+    writer.add_scalar("loss", 1.0, 0)
+    writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("process") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensorboard.main", f"--logdir={logs}", *OPTIONS],
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+        )
+    try:
+        for _ in range(1200):
+            found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace"))
+            if found or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert found, log.read_text(errors="replace")
+        yield found.group()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if BROWSER is None:
+        pytest.fail("CI_NEEDS_BROWSER=1, but there is no chromium")
+    one = Chromium(BROWSER, tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def tab(browser: Chromium, url: str) -> Iterator[Tab]:
+    """The tab, freshly opened; afterwards: nothing complained, and no other host was asked for anything."""
+    browser.open(f"{url}/data/plugin/attnmon/catalogue")  # a small page of the same origin
+    browser.wait("location.port && document.readyState === 'complete' && (sessionStorage.clear(), true)")
+    browser.events.clear()
+    one = Tab(browser, url)
+    one.open()
+    yield one
+    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+    assert any("/data/plugin/attnmon/frames" in address for address in asked)
+    assert {urllib.parse.urlsplit(address).netloc for address in asked if not address.startswith("data:")} <= {
+        urllib.parse.urlsplit(url).netloc,
+        "",
+    }
+    for event in browser.events:
+        assert event["method"] != "Runtime.exceptionThrown", json.dumps(event)
+        if event["method"] == "Runtime.consoleAPICalled":
+            assert event["params"]["type"] != "error", json.dumps(event)
+        if event["method"] == "Log.entryAdded":
+            assert event["params"]["entry"]["level"] != "error", json.dumps(event)
+
+
+def test_opens_on_the_newest_sample_of_the_first_run(tab: Tab) -> None:
+    assert tab.words().startswith(f"step {max(STEPS)} · sample {len(STEPS)} of {len(STEPS)}")
+    assert tab.js("d.querySelector('#map-title').textContent") == "Normalised entropy (H / log n)"
+    assert "early sign that a head saturates" in tab.js("d.querySelector('.meaning').textContent")
+    assert tab.js("d.querySelector('.empty').hidden")
+    assert tab.js("[...d.querySelectorAll('.keys li:not([hidden])')].map((key) => key.textContent)") == ["not measured"]
+    assert tab.keeps(run="first", prefix="attn", quantity="entropy_normalized")
+    tab.browser.mouse("mouseMoved", *tab.place(*RISEN))
+    words = tab.js("d.querySelector('.tip').textContent")
+    assert words == "Layer 1, head 2model.layers.1.attn0.9 H / log n"
+    tab.browser.mouse("mouseMoved", *tab.place(0, 3))
+    assert "not measured" in tab.js("d.querySelector('.tip').textContent")
+
+
+def test_slides_steps_and_plays(tab: Tab) -> None:
+    late = tab.colour(*RISEN)
+    tab.js(
+        "(() => { const s = d.querySelector('.stepper input'); s.value = 3; s.dispatchEvent(new Event('input')); })()"
+    )
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 30'")
+    assert tab.words().startswith("step 30 · sample 4 of 20")
+    assert tab.colour(*RISEN) != late  # 0.9 is the yellow end, and it was not there yet
+    tab.js("d.querySelector('[aria-label=\"Next sample\"]').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 40'")
+    tab.js("d.querySelector('.play').click()")
+    tab.wait("Number(d.querySelector('.stepper input').value) >= 6")
+    tab.js("d.querySelector('.play').click()")
+    assert tab.js("d.querySelector('.play').getAttribute('aria-label')") == "Play"
+    tab.js("[...d.querySelectorAll('.stepper button')].find((b) => b.textContent === 'Newest').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 190'")
+    assert tab.colour(*RISEN) == late
+
+
+def test_heads_are_compared_over_steps_and_runs(tab: Tab) -> None:
+    tab.click(*RISEN)
+    tab.lines(1)
+    assert tab.js("d.querySelector('.legend span').textContent") == "layer 1, head 2"
+    assert tab.js("d.querySelectorAll('.chart .limit').length") >= 1  # of the warning
+    assert tab.js("d.querySelectorAll('.chart .mark.warn').length") >= 1
+    tab.click(0, 0, shift=True)
+    tab.lines(2)
+    tab.js("d.querySelectorAll('.run-list input')[1].click()")
+    tab.lines(4)
+    tab.settle()
+    assert tab.js("[...d.querySelectorAll('.map-title')].map((title) => title.textContent)") == ["first", "second"]
+    assert tab.keeps(run=["first", "second"], heads="1.2_0.0")
+    dashes = tab.js("[...d.querySelectorAll('.chart .line')].map((line) => line.getAttribute('stroke-dasharray'))")
+    assert dashes == ["", "", "7 4", "7 4"]
+    inks = tab.js("[...d.querySelectorAll('.chart .line')].map((line) => line.getAttribute('stroke'))")
+    assert inks[0] == inks[2] != inks[1] == inks[3]
+    tab.click(2, 1)  # without Shift: this one instead
+    tab.lines(2)
+    assert tab.keeps(heads="2.1")
+
+
+def test_a_level_is_drawn_where_the_rule_has_one(tab: Tab) -> None:
+    tab.quantity("score_spread")
+    tab.click(*SPREAD)
+    tab.lines(1)
+    assert tab.js("d.querySelector('.level-name').textContent") == "▲ attention scores too large: 10"
+    assert tab.js("[d.querySelectorAll('.chart .level').length, d.querySelectorAll('.chart .limit').length]") == [1, 0]
+
+
+def test_change_since_a_baseline(tab: Tab) -> None:
+    tab.js("d.querySelectorAll('.views input')[1].click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 190, change since step 0'")
+    tab.browser.mouse("mouseMoved", *tab.place(*RISEN))
+    before = figures(0)["entropy_normalized"][RISEN[0]][RISEN[1]]
+    words = tab.js("d.querySelector('.tip').textContent")
+    assert f"+{0.9 - before:.4g} since step 0 ({before:.4g})" in words
+    low, middle, high = tab.js("[...d.querySelectorAll('.ends span')].map((end) => end.textContent)")
+    assert (middle, low) == ("0", high.replace("+", "-"))
+    red, _, blue = tab.colour(*RISEN)
+    assert red > blue  # orange: it rose
+    tab.js("[...d.querySelectorAll('.base button')][0].click()")  # the step that is shown
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 190, change since step 190'")
+    assert tab.keeps(base="190")
+
+
+def test_a_warning_leads_to_its_step_and_heads(tab: Tab) -> None:
+    tab.wait("d.querySelectorAll('.warnings .jump').length >= 2")
+    count = tab.js("d.querySelectorAll('.warnings .jump').length")
+    tab.enter("[aria-label='Only warnings of this rule']", "score_growth")
+    tab.wait("d.querySelectorAll('.warnings .jump').length === 1")
+    assert tab.js("d.querySelector('.count').textContent") == f"1 of {count}"
+    tab.js("d.querySelector('.warnings .jump').click()")
+    tab.lines(1)
+    tab.settle()
+    assert tab.keeps(step="100", heads="2.0", quantity="score_spread")
+    assert tab.js("d.querySelector('.map-note').textContent") == "sample of step 100"
+    assert "warning at this step" in tab.js("d.querySelector('.keys').innerText")
+    tab.enter(".filters input", "nowhere", "input")
+    tab.wait("d.querySelector('.warnings').textContent === 'No warning passes the filters.'")
+
+
+def test_keyboard_reaches_map_and_chart(tab: Tab) -> None:
+    tab.js("d.querySelector('.map-canvas').focus()")
+    for _ in range(2):
+        tab.browser.press("ArrowRight", 39)
+    tab.browser.press("ArrowDown", 40)
+    assert tab.wait("d.querySelector('[aria-live]').textContent").startswith(
+        "Layer 1, head 2. model.layers.1.attn. 0.9"
+    )
+    tab.browser.press("Enter", 13)
+    tab.lines(1)
+    tab.browser.press("ArrowRight", 39)
+    tab.browser.press("Enter", 13, shift=True)
+    tab.lines(2)
+    assert tab.keeps(heads="1.2_1.3")
+    tab.js("d.querySelector('.chart').focus()")
+    tab.browser.press("ArrowLeft", 37)
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 180'")
+    unnamed = tab.js(
+        "[...d.querySelectorAll('button, select, input, canvas, .chart')].filter((e) => !e.hidden && !(e.labels?.length"
+        " || e.getAttribute('aria-label') || e.textContent.trim())).map((e) => e.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_a_link_restores_the_view(tab: Tab) -> None:
+    view = "run=second&quantity=mine&step=70&heads=0.1_2.2&view=change&base=20"
+    tab.open(f"attnmon&p.attnmon.view={urllib.parse.quote(view)}")
+    tab.lines(2)
+    assert tab.js("d.querySelector('.map-note').textContent") == "sample of step 70, change since step 20"
+    assert tab.js("d.querySelector('.picker summary').textContent") == "second"
+    assert tab.js("d.querySelector('#map-title').textContent") == "mine"
+    # ... and the tab's own link is such a one
+    link = tab.js(
+        "(() => { Object.defineProperty(f.contentWindow.navigator, 'clipboard', {value: undefined});"
+        " d.querySelectorAll('.actions button')[1].click(); return d.querySelector('.link').value; })()"
+    ) or tab.wait("d.querySelector('.link').value")
+    assert link.startswith(f"{tab.url}/#attnmon&p.attnmon.view=")
+    copied = urllib.parse.parse_qs(urllib.parse.unquote(link.split("p.attnmon.view=")[1]))
+    assert {"step": ["70"], "base": ["20"], "heads": ["0.1_2.2"], "run": ["second"]}.items() <= copied.items()
+
+
+def test_dark_mode_follows_tensorboard(tab: Tab) -> None:
+    light = tab.js("f.contentWindow.getComputedStyle(d.body).backgroundColor")
+    tab.browser.run("document.body.classList.add('dark-mode')")
+    tab.wait("d.documentElement.dataset.theme === 'dark'")
+    dark = tab.js("f.contentWindow.getComputedStyle(d.body).backgroundColor")
+    brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (light, dark)]
+    assert brightness[0] > 600
+    assert brightness[1] < 150
+    tab.browser.run("document.body.classList.remove('dark-mode')")
+    tab.wait("d.documentElement.dataset.theme === 'light'")
+
+
+def test_new_samples_come_with_tensorboards_reload(tab: Tab, logs: Path) -> None:
+    write_run(logs / "first", range(200, 230, 10))
+    for _ in range(600):  # until TensorBoard itself has read them
+        with urllib.request.urlopen(f"{tab.url}/data/plugin/attnmon/catalogue") as answer:
+            if json.load(answer)["runs"][0]["tags"][0]["stamp"][0] == 220:
+                break
+        time.sleep(0.05)
+    assert tab.words().startswith("step 190")
+    tab.browser.run("document.querySelector('.reload-button, [aria-label*=\"eload\"]').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 220'")  # it follows the newest
+
+
+def test_answers_that_come_late_change_nothing(tab: Tab) -> None:
+    """The answer for the first choice is held back until after that for the second."""
+    tab.js(
+        "(() => { const w = f.contentWindow, fetch = w.fetch.bind(w); w.held = [];"
+        " w.fetch = (url, more) => String(url).includes('top') || !String(url).includes('spread') ? fetch(url, more)"
+        " : new Promise((go) => w.held.push(() => fetch(url, more).then(go))); })()"
+    )
+    tab.quantity("score_spread")
+    tab.wait("f.contentWindow.held.length > 0")
+    tab.quantity("mine")
+    tab.wait("d.querySelector('.map-note').textContent.startsWith('sample of step')")
+    before = tab.colour(0, 0)
+    tab.js("(f.contentWindow.held.splice(0).forEach((go) => go()), true)")
+    tab.wait(
+        "f.contentWindow.performance.getEntriesByType('resource').filter((e) => e.name.includes('spread')).length > 0"
+    )
+    tab.browser.run("new Promise((go) => setTimeout(go, 150))")
+    assert tab.js("d.querySelector('#map-title').textContent") == "mine"
+    assert tab.colour(0, 0) == before
+
+
+def test_other_tabs_live_on(tab: Tab) -> None:
+    visible = "getComputedStyle(document.querySelector('iframe[src*=attnmon]')).visibility"
+    for name, expected in (("scalars", "hidden"), ("Attention", "visible")):
+        tab.browser.run(
+            f"[...document.querySelectorAll('.plugin-name')].find((e) => e.textContent.trim() === '{name}').click()"
+        )
+        tab.browser.wait(f"{visible} === '{expected}'")
+    tab.settle()
+    assert tab.words().startswith("step ")
+
+
+def test_an_empty_directory_says_how_to_log(browser: Chromium, tab: Tab) -> None:
+    """The catalogue of an empty directory, as the tab sees it."""
+    tab.js(
+        "(() => { const w = f.contentWindow, fetch = w.fetch.bind(w); w.fetch = (url, more) => String(url).includes("
+        "'catalogue') ? Promise.resolve(new w.Response('{\"runs\": [], \"problems\": []}')) : fetch(url, more);"
+        " d.querySelector('.actions button').click(); })()"
+    )
+    tab.wait("!d.querySelector('.empty').hidden && d.querySelector('main').hidden")
+    words = tab.js("d.querySelector('.empty').innerText")
+    for expected in ("AttentionMonitor(", "TensorBoardLogger(", "watch(model, writer=SummaryWriter("):
+        assert expected in words
