@@ -440,7 +440,7 @@ class Monitor:
         if source != "validation":
             if self._rules is not None:
                 alerts = tuple(self._judge(self._rules, snapshot))
-                snapshot = dataclasses.replace(snapshot, alerts=alerts, alarms=self._rules.counts())
+                snapshot = dataclasses.replace(snapshot, alerts=alerts, alarmed=self._rules.alarmed())
             self.latest = snapshot
         return snapshot
 

@@ -6,7 +6,8 @@ Three kinds of data under TensorBoard's plugin name ``attnmon``, all of them ten
 - ``heads``, tag ``attnmon/<prefix>/<path of the quantity>``: float32 ``(layers, heads)``, one row per layer number and
   as many columns as the layer with the most heads has. NaN where there is no such head, or it was not measured.
 - ``run``, tag ``attnmon/<prefix>/run``: JSON in a string tensor, see `run_record`; again whenever it changes.
-- ``warnings``, tag ``attnmon/<prefix>/warnings``: JSON in a string tensor, see `warnings_record`; at steps with alerts.
+- ``warnings``, tag ``attnmon/<prefix>/warnings``: JSON in a string tensor, see `warnings_record`; at steps with alerts,
+  and where heads have recovered.
 
 The content of a tag's metadata is JSON, see `metadata`: which of the three it is, and the version of this format. All
 JSON here is strict: what is not finite is null.
@@ -137,14 +138,28 @@ def run_record(
     }
 
 
-def warnings_record(step: int, alerts: Iterable[Alert]) -> dict[str, Any]:
-    """The alerts of one sample.
+def warnings_record(
+    step: int, alerts: Iterable[Alert], alarmed: Mapping[str, Mapping[int, Sequence[int]]]
+) -> dict[str, Any]:
+    """The alerts of one sample, and the heads that are under alarm after it.
+
+    Args:
+        step: Of the sample.
+        alerts: What the rules said about it.
+        alarmed: Rule -> layer number -> heads.
 
     Returns:
-        ``{"version", "step", "alerts": [...]}``, each alert with the fields of `attnmon.alerts.Alert`; layer numbers
-        are strings there, as JSON has no other keys.
+        ``{"version", "step", "alerts": [...], "alarmed": {rule: {layer: heads}}}``, each alert with the fields of
+        `attnmon.alerts.Alert`; layer numbers are strings there, as JSON has no other keys.
     """
-    return {"version": VERSION, "step": step, "alerts": [asdict(alert) for alert in alerts]}
+    return {
+        "version": VERSION,
+        "step": step,
+        "alerts": [asdict(alert) for alert in alerts],
+        "alarmed": {
+            rule: {str(layer): list(heads) for layer, heads in layers.items()} for rule, layers in alarmed.items()
+        },
+    }
 
 
 def to_json(record: object) -> bytes:

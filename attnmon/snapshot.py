@@ -35,7 +35,8 @@ class Snapshot:
         padding: Per layer, how many padding positions of the looked-at sequences were left aside.
         not_measured: Module path -> reason, for attention that ran and could not be measured.
         alerts: What the rules said about this sample: one entry per rule that has something new to say.
-        alarms: Rule -> number of heads that are under its alarm, said before or now.
+        alarmed: Rule -> layer number -> heads that are under its alarm, said before or now; an entry for every rule
+            that is on.
         source: ``"train"``, ``"probe"`` or ``"validation"``.
         rerun: Whether attention that runs compiled was read in a second pass over the sequences looked at,
             uncompiled, in eval mode and so without dropout.
@@ -53,10 +54,15 @@ class Snapshot:
     padding: Mapping[int, int]
     not_measured: Mapping[str, str] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
-    alarms: Mapping[str, int] = field(default_factory=dict)
+    alarmed: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     source: str = "train"
     rerun: bool = False
     cost: Cost | None = field(default=None, compare=False)
+
+    @property
+    def alarms(self) -> dict[str, int]:
+        """Rule -> number of heads that are under its alarm."""
+        return {rule: sum(map(len, layers.values())) for rule, layers in self.alarmed.items()}
 
     def scalars(self, *, per_head: bool = False, prefix: str = "attn") -> dict[str, float]:
         """What loggers get, under their keys: each layer's mean over its heads, the alarm counts, the cost.

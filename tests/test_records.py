@@ -93,6 +93,7 @@ def test_alerts_are_read_again(tmp_path, snapshot):
     assert record["step"] == 0
     assert [alert["rule"] for alert in record["alerts"]] == [alert.rule for alert in bad.alerts]
     assert record["alerts"][0]["heads"] == {"0": [0, 1]}
+    assert record["alarmed"]["nonfinite"] == {"0": [0, 1]}
     assert json.loads(to_json(record)) == record  # strict: not a NaN in it
 
 

@@ -105,26 +105,23 @@ class Alarm:
 
     Attributes:
         rule: The rule.
-        severity: Its severity.
         layer: Layer number.
         head: Head.
-        quantity: What gave the alarm.
+        severity: The rule's severity.
+        quantity: What gave the alarm; "" if the warning itself is not in the files.
         since: Step of the first sample beyond the limit.
         start: Step of the warning.
         end: Step at which the head had recovered; None = under alarm at the end.
-        certain: False where the end was worked out and can't be checked by the logged number of heads under alarm, or
-            does not agree with it.
     """
 
     rule: str
-    severity: str
     layer: int
     head: int
+    severity: str
     quantity: str
     since: int
     start: int
-    end: int | None
-    certain: bool = True
+    end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,12 +131,10 @@ class HeadStatus:
     Attributes:
         under: Whether the head is under alarm at the end; else it has recovered.
         severity: Of the rule.
-        certain: See `Alarm.certain`.
     """
 
     under: bool
     severity: str
-    certain: bool
 
     def weight(self) -> tuple[bool, int]:
         """The graver, the larger."""
@@ -204,7 +199,7 @@ class Section:
         """What the warnings say of each head that was ever warned of, by ``(layer, head)``."""
         result: dict[tuple[int, int], HeadStatus] = {}
         for alarm in self.alarms:
-            new = HeadStatus(alarm.end is None, alarm.severity, alarm.certain)
+            new = HeadStatus(alarm.end is None, alarm.severity)
             old = result.setdefault((alarm.layer, alarm.head), new)
             result[alarm.layer, alarm.head] = max(old, new, key=HeadStatus.weight)
         return result

@@ -38,7 +38,7 @@ def badge(status: HeadStatus | None) -> str:
     if status is None:
         return '<span class="badge none">never warned</span>'
     text = f"under alarm: {status.severity}" if status.under else "recovered"
-    return f'<span class="badge {look_of(status)}">{esc(text)}{"" if status.certain else " (not certain)"}</span>'
+    return f'<span class="badge {look_of(status)}">{esc(text)}</span>'
 
 
 def verdict(section: Section) -> str:
@@ -69,12 +69,6 @@ def health(section: Section, rows: Rows) -> str:
     if not section.per_head or not told(section):
         return title + _by_rule(section)
     text = f'<p class="verdict">{verdict(section)}</p>'
-    unsure = sum(not status.certain for status in section.status().values())
-    if unsure:
-        text += note(
-            f"For {unsure} of these heads the end of the alarm was worked out from the figures, and the logged number "
-            f"of heads under alarm does not confirm it."
-        )
     figure = f'<figure class="narrow">{_map(section, rows)}</figure>'
     return f'{title}{text}<div class="columns">{figure}{_by_rule(section)}</div>{_where(section)}'
 
@@ -142,7 +136,7 @@ def _where(section: Section) -> str:
             heads = {layer: sorted(found) for layer, found in sorted(layers.items())}
             named = describe_heads(heads, *_layers(section))
             lines.append(
-                f"<li>{badge(HeadStatus(under, severity, True))} {esc(_title(section, rule))}: {esc(named)}</li>"
+                f"<li>{badge(HeadStatus(under, severity))} {esc(_title(section, rule))}: {esc(named)}</li>"
             )
     return f'<ul class="plain small">{"".join(lines)}</ul>' if lines else ""
 

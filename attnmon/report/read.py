@@ -153,18 +153,11 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
     runs = _records(events, tag_of("run", prefix), restarts, run_notes, _check_run)
     warned = _records(events, tag_of("warnings", prefix), restarts, run_notes, _check_warnings)
     alerts = [{**alert, "step": step} for step, record in warned for alert in record["alerts"]]
-    wanted: dict[str, set[tuple[int, int]]] = {}
-    for entry in raised_heads(alerts):
-        wanted.setdefault(entry.quantity, set()).add((entry.layer, entry.head))
-
-    quantities, figures = {}, {}
+    quantities = {}
     for name in sorted(tables, key=_place):
         table = tables[name]
         values = table.load()  # of all samples: one quantity at a time
         quantities[name] = _series(name, table.described, table.steps, values, stride)
-        for layer, head in wanted.get(name, ()):
-            if per_head and layer < table.layers and head < table.heads:
-                figures[name, layer, head] = (table.steps, values[:, layer, head].copy())
 
     counts = _scalars(events, f"{prefix}/warnings/", scalar_restarts)
     ends = [int(step) for table in tables.values() for step in (table.steps[0], table.steps[-1])]
@@ -180,8 +173,8 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
         steps=(min(ends, default=0), max(ends, default=0)),
         quantities=quantities,
         alerts=tuple(alerts),
-        alarms=find_alarms(alerts, figures, counts),
-        alerts_on=bool(counts or alerts),
+        alarms=find_alarms(warned),
+        alerts_on=bool(counts or warned),
         counts=counts,
         cost=_scalars(events, f"{prefix}/monitor/", scalar_restarts),
         notes=tuple(notes),
@@ -356,6 +349,9 @@ def _check_warnings(record: Mapping[str, Any]) -> None:
         for part in alert["evidence"]:
             _text(part["quantity"], part["label"])
     raised_heads(record["alerts"])
+    for layers in record["alarmed"].values():
+        for layer, heads in layers.items():
+            _number(int(layer), *heads)
 
 
 def _text(*items: object) -> None:

@@ -68,7 +68,6 @@ def _section(section: Section) -> dict[str, Any]:
                 "head": head,
                 "status": "under alarm" if status.under else "recovered",
                 "severity": status.severity,
-                "certain": status.certain,
             }
             for (layer, head), status in sorted(section.status().items())
         ],

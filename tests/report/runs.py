@@ -33,13 +33,14 @@ class Run:
         suffix: str = "",
         engine: AlertEngine | None = None,
         rules: AlertRules | None = None,
+        judged: bool = True,
     ) -> None:
         self.writer = SummaryWriter(folder, filename_suffix=suffix)
         self.tab = TabWriter(self.writer, prefix)
         self.rules = rules or AlertRules()
         self.engine = engine or AlertEngine(self.rules)
         self.prefix, self.tensors, self.scalars, self.per_head = prefix, tensors, scalars, per_head
-        self.every_n_steps, self.paths, self.source = every_n_steps, paths, source
+        self.every_n_steps, self.paths, self.source, self.judged = every_n_steps, paths, source, judged
 
     def sample(self, step: int, values: Table, not_measured: Mapping[str, str] | None = None) -> Snapshot:
         layers = sorted({layer for table in values.values() for layer in table})
@@ -62,7 +63,7 @@ class Run:
             padding={},
             not_measured=not_measured or {},
             alerts=tuple(alerts),
-            alarms=self.engine.counts(),
+            alarmed=self.engine.alarmed() if self.judged else {},
             source=self.source,
             cost=Cost(0.25, 0.05, 0.001, self.every_n_steps),
         )

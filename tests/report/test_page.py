@@ -89,8 +89,8 @@ def test_json_holds_the_figures(tmp_path):
     assert series["steps"] == list(range(0, 200, 10))
     assert series["values"][10][0] == [0.3, 0.9, None]
     assert section["status"] == [
-        {"layer": 0, "head": 1, "status": "under alarm", "severity": "warn", "certain": True},
-        {"layer": 1, "head": 0, "status": "recovered", "severity": "warn", "certain": True},
+        {"layer": 0, "head": 1, "status": "under alarm", "severity": "warn"},
+        {"layer": 1, "head": 0, "status": "recovered", "severity": "warn"},
     ]
     assert [(alarm["layer"], alarm["start"], alarm["end"]) for alarm in section["alarms"]] == [
         (1, 70, 120),
@@ -201,17 +201,8 @@ def test_layer_means_alone_make_a_page(tmp_path):
     assert "never gave a warning" not in page.text  # which heads, was not
 
 
-def test_what_is_not_certain_is_said_so(tmp_path):
-    path = write_report(_rising(tmp_path / "run", scalars=False))
-    page = _page(path)
-    assert "For 2 of these heads the end of the alarm was worked out from the figures" in page.text
-    assert "(not certain)" in page.text
-    section = _strict(path.with_suffix(".json"))["runs"][0]["sections"]["attn"]
-    assert [entry["certain"] for entry in section["status"]] == [False, False]
-
-
 def test_without_warnings_and_counts_nothing_is_said_of_health(tmp_path):
-    run = Run(tmp_path / "run", scalars=False)
+    run = Run(tmp_path / "run", scalars=False, judged=False)
     run.samples((0, 10), lambda *_: 0.3, {0: 2})
     page = _page(write_report(run.close()))
     assert "the rules were off" in page.text
