@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,12 +16,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from attnmon.alerts import AlertRules
 from attnmon.capture import anything_compiled, is_compiled_function
 from attnmon.dashboard import custom_scalars_layout
+from attnmon.loggers import Sink, make_sink
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
-from attnmon.probe import call_model
+from attnmon.probe import call_model, tokens_of
 from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import count_bytes, worth_pictures, write_pictures
+from attnmon.tensorboard import worth_pictures
 from attnmon.window import Window
 
 __all__ = ["AttentionMonitor"]
@@ -59,10 +59,18 @@ class AttentionMonitor(pl.Callback):
     ``attn/monitor/bytes_written``         bytes                  in TensorBoard's event files so far
     ====================================== ====================== ===============================================
 
-    With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). TensorBoard gets an arranged
-    "Custom Scalars" page and one layer x head image per quantity as well: images at the first ten samples, then at
-    ever fewer (`attnmon.schedule.picture_due`), and wherever there is an alert. A sample of 12 layers writes about 280
-    scalars; images are about 12 KB each.
+    With ``per_head=True`` each key is also logged per head (``.../layer_03/head_07``). Every logger of the Trainer gets
+    the scalars. Beside them go
+
+    - to TensorBoard: the data of the "Attention" tab, an arranged "Custom Scalars" page, and the messages as text;
+    - to Weights & Biases: the messages by its alert call, at most one per rule in five minutes;
+    - to MLflow: the messages as Markdown artifacts (its keys per head are ``.../layer_03_head_07``: a store of files
+      has no room for a key below another);
+    - to all three: one layer x head image per quantity, at the first ten samples, then at ever fewer
+      (`attnmon.schedule.picture_due`), and wherever there is an alert.
+
+    A sample of 12 layers x 12 heads writes about 280 scalars (20 KB) and the tab's data (14 KB, each head's figures);
+    images are about 12 KB each.
 
     Compiled training: parts of the module that `torch.compile` has been applied to, and training steps that are
     compiled as a whole, show nothing of their attention. The sequences looked at are then run a second time, as the
@@ -199,9 +207,8 @@ class AttentionMonitor(pl.Callback):
         self._batch: Any = None  # of the sampled step, until its backward pass begins
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
-        self._laid_out: set[str] = set()
+        self._sinks: dict[int, Sink] = {}  # id of a logger -> what passes samples on to it
         self._validates = validation_batches
-        self._written = 0  # bytes, in TensorBoard's event files
 
     @property
     def latest(self) -> Snapshot | None:
@@ -226,8 +233,9 @@ class AttentionMonitor(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning binds `log` and `log_dict` of the module to a callback: a copy or a pickle leaves the module behind.
-        left = {"log", "log_dict", "_probe_batch", "_batch"}
-        return {"_probe_batch": None, "_batch": None, **{k: v for k, v in self.__dict__.items() if k not in left}}
+        empty: dict[str, Any] = {"_probe_batch": None, "_batch": None, "_sinks": {}}
+        left = {"log", "log_dict", *empty}
+        return {**empty, **{k: v for k, v in self.__dict__.items() if k not in left}}
 
     def _next_step(self) -> int:
         return self._step + self._stepped
@@ -238,7 +246,7 @@ class AttentionMonitor(pl.Callback):
         """Finds the model's attention, or says what was looked for and what was found."""
         if stage not in ("fit", "validate"):
             return
-        self._laid_out = set()
+        self._sinks = {}
         if stage == "fit" and not self._restored and trainer.global_step == 0:
             self._monitor = Monitor(self._options)  # a new run: nothing is left of an earlier one
             self._sampled_step = None
@@ -302,7 +310,7 @@ class AttentionMonitor(pl.Callback):
             return
         window = self._monitor.open(self._step)
         if window is not None:
-            _tell_tokens(window, batch)
+            window.set_tokens(*tokens_of(batch))
             self._batch = batch if self._looks_twice else None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -383,7 +391,7 @@ class AttentionMonitor(pl.Callback):
 
         def run(window: Window) -> None:
             part = take_sequences(batch, window.sampler.select)[0]
-            _tell_tokens(window, part)
+            window.set_tokens(*tokens_of(part))
             try:
                 with undisturbed(pl_module), trainer.precision_plugin.forward_context():
                     self._run(trainer, pl_module, part)
@@ -448,36 +456,33 @@ class AttentionMonitor(pl.Callback):
             return
         with self._monitor.writing():
             scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
+            due = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
             for logger in trainer.loggers:
-                write = partial(self._write, trainer, logger, snapshot, scalars, prefix)
+
+                def write(logger: Logger = logger) -> None:
+                    sink = self._sink(trainer, logger)
+                    sink.write(snapshot, scalars, prefix=prefix, images=self.images and due)
+
                 self._monitor.attempt(f"logger {type(logger).__name__}", write)
 
-    def _write(
-        self, trainer: pl.Trainer, logger: Logger, snapshot: Snapshot, scalars: dict[str, float], prefix: str
-    ) -> None:
-        if not isinstance(logger, TensorBoardLogger):
-            logger.log_metrics(scalars, step=snapshot.step)
-            return
-        scalars = dict(scalars)
-        self._written += count_bytes(scalars, snapshot.step, self.prefix, self._written)
-        logger.log_metrics(scalars, step=snapshot.step)
-        self._write_layout(trainer, logger)
-        drawn = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
-        self._written += write_pictures(logger.experiment, snapshot, images=self.images and drawn, prefix=prefix)
+    def _sink(self, trainer: pl.Trainer, logger: Logger) -> Sink:
+        if id(logger) not in self._sinks:
+            layout = self._arrange(trainer)
+            self._sinks[id(logger)] = make_sink(logger, self._options, prefix=self.prefix, layout=layout)
+        return self._sinks[id(logger)]
 
-    def _write_layout(self, trainer: pl.Trainer, logger: TensorBoardLogger) -> None:
+    def _arrange(self, trainer: pl.Trainer) -> dict[str, Any] | None:
         """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""
         monitors = [c for c in trainer.callbacks if isinstance(c, AttentionMonitor)]  # type: ignore[attr-defined]
-        if monitors[0] is not self or not self.layout or logger.log_dir in self._laid_out:
-            return
-        self._laid_out.add(logger.log_dir)
+        if monitors[0] is not self or not self.layout:
+            return None
         layout: dict[str, Any] = {}
         for monitor in monitors:
             names = [column.name for column in monitor._options.columns()]
             for prefix in (monitor.prefix, f"{monitor.prefix}_val")[: 1 + bool(monitor.validation_batches)]:
                 for category, charts in custom_scalars_layout(names, prefix=prefix).items():
                     layout[category if prefix == "attn" else f"{category} ({prefix})"] = charts
-        logger.experiment.add_custom_scalars(layout)
+        return layout
 
 
 def _probe_target(pl_module: pl.LightningModule) -> nn.Module:
@@ -503,12 +508,3 @@ def _first_validation_batch(trainer: pl.Trainer, pl_module: pl.LightningModule) 
     while isinstance(loaders, list | tuple | Mapping) and len(loaders):
         loaders = next(iter(loaders.values() if isinstance(loaders, Mapping) else loaders))
     return None if loaders is None else next(iter(loaders), None)
-
-
-def _tell_tokens(window: Window, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        window.set_tokens(_two_dimensional(batch.get("attention_mask")), _two_dimensional(batch.get("labels")))
-
-
-def _two_dimensional(tensor: Any) -> Tensor | None:
-    return tensor if isinstance(tensor, Tensor) and tensor.dim() == 2 else None

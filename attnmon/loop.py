@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from attnmon.alerts import AlertRules
 from attnmon.capture import Hook
+from attnmon.dashboard import custom_scalars_layout
+from attnmon.loggers import Sink, make_sink
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, to_device
 from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import worth_pictures, write_layout, write_snapshot
+from attnmon.tensorboard import worth_pictures
 from attnmon.window import Window
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["Watch", "watch"]
 
@@ -33,26 +33,24 @@ class Watch:
         step_count: Number of optimizer steps made.
     """
 
-    def __init__(
-        self, model: nn.Module, options: MonitorOptions, probe: Any, writer: SummaryWriter | None, per_head: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, options: MonitorOptions, probe: Any, writer: Any, per_head: bool) -> None:
         if options.source == "probe" and (probe is None or isinstance(probe, bool | int | float | str)):
             raise ValueError(
                 "Expected `probe` to be a batch or a function that runs the model when source='probe', but got "
                 f"{probe!r}."
             )
-        if writer is not None and not hasattr(writer, "add_scalar"):
-            raise TypeError(f"Expected `writer` to be a SummaryWriter or None, but got {type(writer).__name__}.")
         check_flag("per_head", per_head)
         self._monitor = Monitor(options)
         self._monitor.bind(model)
         self._model = model
         self._options = options
         self._probe = probe
-        self._writer = writer
+        layout = custom_scalars_layout(column.name for column in options.columns())
+        writers = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
+        self._sinks: list[tuple[str, Sink]] = [
+            (type(one).__name__, make_sink(one, options, prefix="attn", layout=layout)) for one in writers
+        ]
         self._per_head = per_head
-        self._layout_written = False
-        self._written = 0  # bytes
         self._active = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.step_count = 0
@@ -180,21 +178,14 @@ class Watch:
                 call_model(self._model, to_device(batch, device))
 
     def _record(self, snapshot: Snapshot | None) -> None:
-        writer = self._writer
-        if snapshot is None or writer is None:
+        if snapshot is None or not self._sinks:
             return
-
-        def write() -> None:
-            if not self._layout_written:
-                write_layout(writer, snapshot)
-                self._layout_written = True
-            drawn = worth_pictures(snapshot, self._options.every_n_steps)
-            self._written = write_snapshot(
-                writer, snapshot, per_head=self._per_head, images=drawn, written=self._written
-            )
-
         with self._monitor.writing():
-            self._monitor.attempt("the TensorBoard writer", write)
+            scalars = snapshot.scalars(per_head=self._per_head)
+            due = worth_pictures(snapshot, self._options.every_n_steps)
+            for name, sink in self._sinks:
+                write = partial(sink.write, snapshot, scalars, prefix="attn", images=due)
+                self._monitor.attempt(f"writer {name}", write)
 
 
 def watch(
@@ -219,7 +210,7 @@ def watch(
     strict: bool = False,
     seed: int = 0,
     max_overhead: float | None = None,
-    writer: SummaryWriter | None = None,
+    writer: Any = None,
     per_head: bool = False,
 ) -> Watch:
     """Watches the attention heads of a model in a plain PyTorch loop.
@@ -237,7 +228,8 @@ def watch(
         source: ``"train"`` reads the training batch as it passes; ``"probe"`` runs ``probe`` in eval mode under
             ``no_grad`` before each sampled step, so that figures of different steps compare like with like.
         probe: A batch (mapping, sequence or tensor, as the model's forward takes it) or a function of the model.
-        writer: A TensorBoard writer for scalars, images, warnings and an arranged dashboard; None: nothing is written.
+        writer: What the samples are written to, or a list of such: a TensorBoard ``SummaryWriter``, or a logger of
+            Fabric or Lightning (see `attnmon.AttentionMonitor` for what each gets). None: nothing is written.
         per_head: Writes a scalar per head beside those per layer.
         rows: Query positions looked at per sequence, stratified over position, or ``"all"``.
         sequences: Most sequences of a batch that are looked at, drawn at random.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["call_model", "to_device"]
+__all__ = ["call_model", "to_device", "tokens_of"]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -55,3 +55,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return [to_device(value, device) for value in batch]
     return batch
+
+
+def tokens_of(batch: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Padding mask and labels ``(batch, length)`` of a batch that is a mapping; None where there is no such thing."""
+    found = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("attention_mask", "labels"))
+    valid, labels = (entry if isinstance(entry, Tensor) and entry.dim() == 2 else None for entry in found)
+    return valid, labels

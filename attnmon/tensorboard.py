@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,11 @@ if TYPE_CHECKING:
     from attnmon.snapshot import Snapshot
 
 __all__ = [
+    "Board",
     "TabWriter",
-    "count_bytes",
     "scalar_bytes",
     "worth_pictures",
-    "write_layout",
     "write_pictures",
-    "write_snapshot",
 ]
 
 
@@ -54,11 +53,6 @@ def _varint(number: int) -> int:
     return max(1, -(-number.bit_length() // 7))
 
 
-def write_layout(writer: SummaryWriter, snapshot: Snapshot, *, prefix: str = "attn") -> None:
-    """Arranges TensorBoard's "Custom Scalars" page. Once per writer: the last layout written is the one shown."""
-    writer.add_custom_scalars(dashboard.custom_scalars_layout(snapshot.values, prefix=prefix))
-
-
 def worth_pictures(snapshot: Snapshot, every_n_steps: int) -> bool:
     """Whether a sample gets its images: those with an alert do, of the others ever fewer."""
     return bool(snapshot.alerts) or picture_due(snapshot.step // every_n_steps)
@@ -85,43 +79,6 @@ def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = 
     return written
 
 
-def write_snapshot(
-    writer: SummaryWriter,
-    snapshot: Snapshot,
-    *,
-    per_head: bool = False,
-    images: bool = True,
-    prefix: str = "attn",
-    written: int = 0,
-) -> int:
-    """Scalars and pictures, for a loop that has a writer and no logger.
-
-    Args:
-        writer: Where to.
-        snapshot: What.
-        per_head: A scalar per head beside those per layer.
-        images: Whether images are written.
-        prefix: First part of each tag.
-        written: Bytes written before.
-
-    Returns:
-        Bytes written, those before among them.
-    """
-    scalars = snapshot.scalars(per_head=per_head, prefix=prefix)
-    written += count_bytes(scalars, snapshot.step, prefix, written)
-    for tag, value in scalars.items():
-        writer.add_scalar(tag, value, snapshot.step)
-    return written + write_pictures(writer, snapshot, images=images, prefix=prefix)
-
-
-def count_bytes(scalars: dict[str, float], step: int, prefix: str, written: int) -> int:
-    """Adds the bytes written so far, and those of these scalars, as one of them; returns the latter."""
-    tag = f"{prefix}/monitor/bytes_written"
-    size = scalar_bytes((*scalars, tag), step)
-    scalars[tag] = float(written + size)
-    return size
-
-
 class TabWriter:
     """Writes what the Attention tab shows, through a writer that the run already has.
 
@@ -137,12 +94,20 @@ class TabWriter:
         self._prefix = prefix
         self._described: set[str] = set()  # tags whose first event, which carries the metadata, is written
         self._run: dict[str, Any] | None = None
-        get = getattr(writer, "_get_file_writer", None)
-        self._file: Any = get() if callable(get) else None
-        self.available = callable(getattr(self._file, "add_summary", None))
+        self._alarmed: Mapping[str, Any] | None = None
+        self._get_file: Any = getattr(writer, "_get_file_writer", None)
+        self._file: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        """Takes up the writer's file: one that was closed goes on in a new file, of which nothing is described yet."""
+        file = self._get_file() if callable(self._get_file) else None
+        if file is not self._file:
+            self._file, self._described, self._run, self._alarmed = file, set(), None, None
+        self.available = callable(getattr(file, "add_summary", None))
 
     def write(self, snapshot: Snapshot, *, every_n_steps: int = 1, levels: Iterable[Mapping[str, Any]] = ()) -> int:
-        """One tensor per quantity; the warnings, if there are any; what the run is like, where that is new.
+        """One tensor per quantity; alerts and the heads under alarm, and what the run is like, where these are new.
 
         Args:
             snapshot: The sample.
@@ -152,6 +117,7 @@ class TabWriter:
         Returns:
             Bytes written.
         """
+        self._open()
         if not self.available:
             return 0
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -173,9 +139,10 @@ class TabWriter:
             self._run = run
         for quantity, layers in snapshot.values.items():
             self._add(summary, "heads", make_tensor_proto(records.heads_matrix(layers)), quantity)
-        if snapshot.alerts:
-            warnings = records.warnings_record(snapshot.step, snapshot.alerts)
+        if snapshot.alerts or (snapshot.alarmed and snapshot.alarmed != self._alarmed):
+            warnings = records.warnings_record(snapshot.step, snapshot.alerts, snapshot.alarmed)
             self._add(summary, "warnings", make_tensor_proto(records.to_json(warnings)))
+            self._alarmed = snapshot.alarmed
         return self._pass_on(summary, snapshot.step)
 
     def _add(self, summary: Summary, kind: str, tensor: TensorProto, quantity: str = "") -> None:
@@ -195,3 +162,66 @@ class TabWriter:
         else:
             self._file.add_summary(summary, step)
         return _record(len(content), step)
+
+
+class Board:
+    """A run's TensorBoard, through the writer that the run has: the tab's data, images, warnings, an arranged page.
+
+    Args:
+        writer: The writer.
+        prefix: First part of the keys.
+        scope: What whoever writes the scalars puts before their keys.
+        every_n_steps: The cadence.
+        levels: Fixed limits of the rules.
+        layout: The "Custom Scalars" page, written once; None: none.
+
+    Attributes:
+        written: Bytes in the event file so far, as far as they are the monitor's.
+    """
+
+    def __init__(
+        self,
+        writer: SummaryWriter,
+        *,
+        prefix: str = "attn",
+        scope: str = "",
+        every_n_steps: int = 1,
+        levels: Iterable[Mapping[str, Any]] = (),
+        layout: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.written = 0
+        self._writer = writer
+        self._prefix = prefix
+        self._scope = scope
+        self._every_n_steps = every_n_steps
+        self._levels = tuple(levels)
+        self._layout = layout
+        self._tabs: dict[str, TabWriter] = {}
+
+    def counted(self, scalars: Mapping[str, float], step: int) -> dict[str, float]:
+        """The scalars, and as one more of them the bytes written when they are."""
+        key = f"{self._prefix}/monitor/bytes_written"
+        self.written += scalar_bytes([f"{self._scope}{name}" for name in (*scalars, key)], step)
+        return {**scalars, key: float(self.written)}
+
+    def write(self, snapshot: Snapshot, *, prefix: str, images: bool) -> None:
+        """All but the scalars."""
+        if self._layout is not None:
+            self._writer.add_custom_scalars(self._layout)
+            self._layout = None
+        self.written += self._tab(prefix).write(snapshot, every_n_steps=self._every_n_steps, levels=self._levels)
+        self.written += write_pictures(self._writer, snapshot, images=images, prefix=f"{self._scope}{prefix}")
+
+    def _tab(self, prefix: str) -> TabWriter:
+        tab = self._tabs.get(prefix)
+        if tab is None:
+            tab = self._tabs[prefix] = TabWriter(self._writer, prefix)
+            if not tab.available and len(self._tabs) == 1:
+                warnings.warn(
+                    f"attnmon writes scalars, images and texts to this TensorBoard writer "
+                    f"({type(self._writer).__name__}), but nothing for the Attention tab: the writer has no way in for "
+                    "data of that kind. Use torch.utils.tensorboard.SummaryWriter for it.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return tab

@@ -13,12 +13,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from attnmon import watch
 from attnmon.alerts import AlertRules
+from attnmon.records import PLUGIN
 
 _FRAME = 16  # bytes around each record: its length and two checksums
 
 
 def event_sizes(samples: int, per_head: bool, device: torch.device) -> dict[str, list[int]]:
-    """Bytes of each record of the event file, by kind: ``scalar``, ``image``, ``other``."""
+    """Bytes of each record of the event file, by kind: ``scalar``, ``image``, ``tab``, ``other``.
+
+    ``tab`` is the data of the Attention tab: a record per sample, the first of which also describes it.
+    """
     net = make_gpt2(12, 12, 48, 64, 96, 0.0, device)
     ids = torch.randint(64, (1, 96)).to(device)
     # a head of fresh weights attends to everything, and an alarm would bring its own images
@@ -37,9 +41,12 @@ def event_sizes(samples: int, per_head: bool, device: torch.device) -> dict[str,
 
 def record_sizes(path: Path) -> dict[str, list[int]]:
     """Bytes of each record of an event file, by kind."""
-    sizes: dict[str, list[int]] = {"scalar": [], "image": [], "other": []}
+    sizes: dict[str, list[int]] = {"scalar": [], "image": [], "tab": [], "other": []}
     for record in RawEventFileLoader(str(path)).Load():
-        kinds = {value.WhichOneof("value") for value in Event.FromString(record).summary.value}
+        values = Event.FromString(record).summary.value
+        kinds = {value.WhichOneof("value") for value in values}
         kind = "scalar" if kinds == {"simple_value"} else "image" if kinds == {"image"} else "other"
+        if values and all(value.tag.startswith(f"{PLUGIN}/") for value in values):
+            kind = "tab"
         sizes[kind].append(len(record) + _FRAME)
     return sizes

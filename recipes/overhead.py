@@ -379,6 +379,7 @@ def event_tables(settings: Settings) -> Iterator[Table]:
             "scalars, MiB",
             f"images at {pictures} samples, MiB",
             "an image, KiB",
+            "Attention tab, MiB",
             "all, MiB",
         ),
         [event_row(settings, per_head, pictures) for per_head in (False, True)],
@@ -390,13 +391,16 @@ def event_row(settings: Settings, per_head: bool, pictures: int) -> tuple[str | 
     found = event_sizes(settings.event_samples, per_head, settings.device)
     scalars = 1000 / settings.event_samples * sum(found["scalar"])
     images = pictures / sum(picture_due(sample) for sample in range(settings.event_samples)) * sum(found["image"])
+    first, *later = found["tab"]  # the first one also describes the data
+    tab = first + 999 * statistics.mean(later or [first])
     return (
         "a layer's and each head's" if per_head else "a layer's",
         round(len(found["scalar"]) / settings.event_samples),
         scalars / MIB,
         images / MIB,
         statistics.mean(found["image"]) / 1024,
-        (scalars + images + sum(found["other"])) / MIB,
+        tab / MIB,
+        (scalars + images + tab + sum(found["other"])) / MIB,
     )
 
 

@@ -166,7 +166,8 @@ class _Block:
 
     def entries(self, each: Tensor) -> tuple[Tensor, ...]:
         """The entries of each N apart, (G, R, N)."""
-        return each.split(self.top_n, -1)
+        parts: tuple[Tensor, ...] = each.split(self.top_n, -1)
+        return parts
 
     def count_entries(self, marks: Tensor) -> Tensor:
         """Sum over the entries of each N of what is 0.0 or 1.0, (G, R, K)."""

@@ -216,7 +216,7 @@ def _cut(dtype: torch.dtype) -> float:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 @torch.no_grad()

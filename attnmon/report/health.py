@@ -135,9 +135,7 @@ def _where(section: Section) -> str:
         for (rule, severity), layers in sorted(groups.items(), key=lambda group: _rank(group[0][1])):
             heads = {layer: sorted(found) for layer, found in sorted(layers.items())}
             named = describe_heads(heads, *_layers(section))
-            lines.append(
-                f"<li>{badge(HeadStatus(under, severity))} {esc(_title(section, rule))}: {esc(named)}</li>"
-            )
+            lines.append(f"<li>{badge(HeadStatus(under, severity))} {esc(_title(section, rule))}: {esc(named)}</li>")
     return f'<ul class="plain small">{"".join(lines)}</ul>' if lines else ""
 
 

@@ -21,6 +21,7 @@ RECIPES = {
     "figures": "reproduce_figures",
     "compare_normalizers": "compare_normalizers",
     "overhead": "overhead",
+    "three_trainers": "three_trainers",
 }  # configs/<folder>/<name>.yaml to recipes/<script>.py
 
 
@@ -160,3 +161,10 @@ def test_overhead(config: Path, tmp_path: Path) -> None:
         assert f"**{title}" in written
     for row in ("no monitor", "monitor, not sampled", "monitor, sampled", "eager: entropy, top 20", "fused forward"):
         assert f"│ {row} " in run.stdout
+
+
+@pytest.mark.parametrize("config", of("three_trainers"), ids=str)
+def test_three_trainers(config: Path, text_file: Path) -> None:
+    options = [f"--text={text_file}", "--steps=3", "--every_n_steps=2", "--batch_size=2", "--context=32", "--rows=8"]
+    run = run_header(config, *options)
+    assert "figures, to the last digit, at steps 0, 2." in run.stdout

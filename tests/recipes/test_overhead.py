@@ -247,6 +247,8 @@ def test_every_byte_of_an_event_file_is_counted(tmp_path: Path) -> None:
     assert sum(map(sum, sizes.values())) == path.stat().st_size
     assert len(sizes["scalar"]) == 2 * (len(snapshot.scalars()) + 1)  # and the bytes written
     assert len(sizes["image"]) == 2 * len(snapshot.values)
+    assert len(sizes["tab"]) == 2
+    assert sizes["tab"][1] < sizes["tab"][0]
     assert len(sizes["other"]) >= 2  # the file's version and the arrangement
 
 

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from attnmon.alerts import AlertEngine, AlertRules
 from attnmon.cost import Cost
 from attnmon.snapshot import Snapshot
-from attnmon.tensorboard import TabWriter, write_snapshot
+from attnmon.tensorboard import TabWriter
 
 Table = Mapping[str, Mapping[int, Sequence[float]]]
 
@@ -68,7 +68,8 @@ class Run:
             cost=Cost(0.25, 0.05, 0.001, self.every_n_steps),
         )
         if self.scalars:
-            write_snapshot(self.writer, snapshot, images=False, per_head=self.per_head, prefix=self.prefix)
+            for tag, value in snapshot.scalars(per_head=self.per_head, prefix=self.prefix).items():
+                self.writer.add_scalar(tag, value, snapshot.step)
         if self.tensors:
             levels = self.rules.fixed_levels(values)
             self.tab.write(snapshot, every_n_steps=self.every_n_steps, levels=levels)

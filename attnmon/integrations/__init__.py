@@ -1,0 +1,1 @@
+"""The monitor in other trainers than Lightning's; a module for each, named after the library that it needs."""
