@@ -457,13 +457,14 @@ class AttentionMonitor(pl.Callback):
         with self._monitor.writing():
             scalars = snapshot.scalars(per_head=self.per_head, prefix=prefix)
             due = snapshot.source == "validation" or worth_pictures(snapshot, self._options.every_n_steps)
-            for logger in trainer.loggers:
+            for place, logger in enumerate(trainer.loggers):
 
                 def write(logger: Logger = logger) -> None:
                     sink = self._sink(trainer, logger)
                     sink.write(snapshot, scalars, prefix=prefix, images=self.images and due)
 
-                self._monitor.attempt(f"logger {type(logger).__name__}", write)
+                which = f" ({place + 1} of {len(trainer.loggers)})" if len(trainer.loggers) > 1 else ""
+                self._monitor.attempt(f"logger {type(logger).__name__}{which}", write)
 
     def _sink(self, trainer: pl.Trainer, logger: Logger) -> Sink:
         if id(logger) not in self._sinks:

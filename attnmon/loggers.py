@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from attnmon import dashboard
@@ -41,6 +42,12 @@ class Sink:
             images: Whether images are due.
         """
         self._logger.log_metrics(dict(scalars), step=snapshot.step)
+
+    def save(self) -> None:
+        """Has what the logger holds back written: nothing but a Trainer does that at the end of a run."""
+        save = getattr(self._logger, "save", None)
+        if callable(save):
+            save()
 
 
 class BoardSink(Sink):
@@ -129,6 +136,10 @@ def make_sink(logger: Any, options: MonitorOptions, *, prefix: str, layout: Mapp
         TypeError: It is nothing of that kind.
     """
     kinds = {kind.__name__ for kind in type(logger).__mro__}
+    if isinstance(logger, type | ModuleType):
+        raise TypeError(
+            f"Expected `writer` to be a writer or a logger itself, but got {logger!r}. Make one of it first."
+        )
     if "TensorBoardLogger" in kinds:
         return BoardSink(logger, make_board(logger.experiment, options, prefix=prefix, layout=layout))
     if hasattr(logger, "add_scalar"):
@@ -140,6 +151,6 @@ def make_sink(logger: Any, options: MonitorOptions, *, prefix: str, layout: Mapp
     if callable(getattr(logger, "log_metrics", None)):
         return Sink(logger)
     raise TypeError(
-        f"Expected `writer` to be a TensorBoard writer or a Lightning logger, but got {type(logger).__name__}. "
-        "Log `snapshot.scalars()` yourself instead."
+        f"Expected `writer` to be a TensorBoard writer, a Lightning or Fabric logger, or a list of these, but got "
+        f"{type(logger).__name__}. Log `snapshot.scalars()` yourself instead."
     )

@@ -77,6 +77,8 @@ class Watch:
         self._active = False
         self._remove_hooks()
         self._monitor.abort()
+        for name, sink in self._sinks:
+            self._monitor.attempt(f"writer {name}", sink.save)
 
     def step(self) -> Snapshot | None:
         """To be called once after each optimizer step.

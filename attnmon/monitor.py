@@ -500,6 +500,8 @@ class Monitor:
         self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
 
     def _warn_of_empty_columns(self, snapshot: Snapshot) -> None:
+        if any(map(any, snapshot.nonfinite.values())):  # then that is why, and the rules say so
+            return
         asked = {column.name for column in self.options.asked()}
         empty = [
             column

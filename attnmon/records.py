@@ -107,7 +107,7 @@ def run_record(
     temperatures: Mapping[int, float],
     not_measured: Mapping[str, str],
     source: str,
-    every_n_steps: int,
+    every_n_steps: int | None,
     levels: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What does not change from sample to sample.
@@ -118,7 +118,7 @@ def run_record(
         temperatures: Its own softmax temperature.
         not_measured: Module path -> reason.
         source: ``"train"``, ``"probe"`` or ``"validation"``.
-        every_n_steps: The cadence.
+        every_n_steps: The cadence; None where there is none, as for validations.
         levels: Fixed limits of the rules, see `attnmon.alerts.AlertRules.fixed_levels`.
 
     Returns:
@@ -182,6 +182,13 @@ def _strict(item: object) -> object:
     return item
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not a finite number")
+    return value
+
+
 def read_json(content: bytes | str) -> dict[str, Any]:
     """A record, or the content of a tag's metadata.
 
@@ -189,9 +196,9 @@ def read_json(content: bytes | str) -> dict[str, Any]:
         UnreadableError: It is not JSON of ours, or of a version that is not known here.
     """
     try:
-        record = json.loads(content)
-    except ValueError as error:
-        raise UnreadableError(f"not JSON: {error}") from None
+        record = json.loads(content, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"not JSON of ours: {error}") from None
     if not isinstance(record, dict) or "version" not in record:
         raise UnreadableError("not a record of attnmon")
     if record["version"] != VERSION:

@@ -130,7 +130,7 @@ class TabWriter:
             temperatures=snapshot.temperatures,
             not_measured=snapshot.not_measured,
             source=snapshot.source,
-            every_n_steps=every_n_steps,
+            every_n_steps=None if snapshot.source == "validation" else every_n_steps,
             levels=levels,
         )
         summary = Summary()

@@ -175,8 +175,8 @@ def test_one_logger_that_fails_costs_the_others_nothing(tmp_path):
     with pytest.warns(UserWarning, match="could not write to logger") as caught:
         fit(tmp_path, *loggers, module=module, steps=3, strict=False)
     assert [str(w.message).split(";")[0] for w in caught if "attnmon" in str(w.message)] == [
-        "attnmon could not write to logger Full",
-        "attnmon could not write to logger WandbLogger",
+        "attnmon could not write to logger Full (1 of 3)",
+        "attnmon could not write to logger WandbLogger (2 of 3)",
     ]
     assert [step for step, _ in last.of("attn/")] == [0, 1, 2]
 
@@ -273,5 +273,19 @@ def test_a_writer_that_is_closed_in_between_goes_on_in_a_file_that_can_be_read(t
 
 
 def test_what_is_no_logger():
-    with pytest.raises(TypeError, match="Expected `writer` to be a TensorBoard writer or a Lightning logger"):
+    with pytest.raises(TypeError, match="Expected `writer` to be a TensorBoard writer, a Lightning or Fabric logger"):
         make_sink(object(), MonitorOptions(), prefix="attn")
+    for not_made in (MemoryLogger, warnings):
+        with pytest.raises(TypeError, match="a writer or a logger itself"):
+            make_sink(not_made, MonitorOptions(), prefix="attn")
+
+
+def test_what_a_logger_holds_back_is_written_at_the_end_of_a_plain_loop(tmp_path):
+    logger = CSVLogger(tmp_path)  # by itself it writes at steps 99, 199 and so on
+    model = tiny_gpt2()
+    with watch(model, every_n_steps=1, top_n=(1,), writer=logger) as monitor:
+        for batch in token_batches(2):
+            model(**batch).loss.backward()
+            monitor.step()
+    (file,) = tmp_path.rglob("metrics.csv")
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 3

@@ -122,7 +122,14 @@ def test_layers_of_different_widths_are_padded():
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\xff", "not JSON"), (b"[1]", "not a record"), (b"{}", "not a record"), (b'{"version":99}', "version 99")],
+    [
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"version":1,"a":1e999}', "not a finite"),
+        (b"[1]", "not a record"),
+        (b"{}", "not a record"),
+        (b'{"version":99}', "version 99"),
+    ],
 )
 def test_what_is_not_ours_is_named(content, says):
     with pytest.raises(UnreadableError, match=says):

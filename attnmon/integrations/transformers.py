@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,7 +37,8 @@ class AttentionMonitorCallback(TrainerCallback):
     attention module are read as the first batch of the step passes through ``Trainer.compute_loss``; on all other steps
     nothing is attached to the model, and training keeps its bits. The figures go through ``Trainer.log``, and so to
     whatever ``report_to`` names and to ``trainer.state.log_history``, under the keys that `AttentionMonitor` lists;
-    the callbacks put their ``train/`` before these. Progress bars and printers of the Trainer are passed over: they
+    the callbacks put their ``train/`` before these. A subclass's own ``log`` is passed over: it may add metrics that it
+    gathers between two logs, which its next one would then lack. So are progress bars and printers of the Trainer: they
     would print some hundred numbers per sample. With ``report_to="tensorboard"`` its writer also gets images, warnings
     as text, the data of the "Attention" tab and an arranged "Custom Scalars" page.
 
@@ -116,6 +117,11 @@ class AttentionMonitorCallback(TrainerCallback):
     ) -> None:
         if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
             raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
+        if prefix.startswith(("eval_", "test_")):
+            raise ValueError(
+                f"Expected `prefix` not to begin with 'eval_' or 'test_', but got {prefix!r}: the Trainer's loggers "
+                "would file the keys under evaluation. Choose e.g. 'attn'."
+            )
         for name, flag in (("per_head", per_head), ("images", images), ("layout", layout)):
             check_flag(name, flag)
         self._options = MonitorOptions(
@@ -148,6 +154,7 @@ class AttentionMonitorCallback(TrainerCallback):
         self._batch: Any = None  # the probe's, on its device
         self._looks_twice = True
         self._stop_listening: Callable[[], None] = _nothing
+        self._heard: Callable[[], bool] = _heard_all
         self._board: tuple[Any, Board] | None = None  # the writer it is for, and what writes through it
 
     @property
@@ -157,7 +164,14 @@ class AttentionMonitorCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle leaves the Trainer, and what is open, behind.
-        return {**self.__dict__, "_trainer": None, "_batch": None, "_board": None, "_stop_listening": _nothing}
+        return {
+            **self.__dict__,
+            "_trainer": None,
+            "_batch": None,
+            "_board": None,
+            "_stop_listening": _nothing,
+            "_heard": _heard_all,
+        }
 
     # -- events of the Trainer ----------------------------------------------------------------------------------
 
@@ -167,6 +181,12 @@ class AttentionMonitorCallback(TrainerCallback):
         """Finds the model's attention, and takes up what a checkpoint holds."""
         self._release()
         trainer = self._trainer = _calling_trainer(self)
+        monitors = [c for c in trainer.callback_handler.callbacks if isinstance(c, AttentionMonitorCallback)]
+        if sum(monitor.prefix == self.prefix for monitor in monitors) > 1:
+            raise ValueError(
+                f"Expected each AttentionMonitorCallback of a Trainer to have a `prefix` of its own, but two have "
+                f"{self.prefix!r}: their figures would stand under the same keys. Pass e.g. prefix='attn_2'."
+            )
         self._monitor = Monitor(self._options)
         kept: Any = state.stateful_callbacks
         if self._key in kept:
@@ -182,6 +202,8 @@ class AttentionMonitorCallback(TrainerCallback):
     ) -> None:
         """On a sampled step: sees to it that its first batch is read, or runs the probe."""
         step = state.global_step
+        if self._trainer is None:  # added in mid-training
+            self.on_train_begin(args, state, control, **kwargs)
         if self._trainer is None or not self._monitor.due(step):
             return
         if self._options.source == "probe":
@@ -194,6 +216,8 @@ class AttentionMonitorCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Logs the sample, while the Trainer's step count is still that of this step."""
+        if not self._heard():  # the step went past `compute_loss`
+            self._monitor.open(state.global_step)  # and `close` says that nothing was seen
         self._stop_listening()
         if self._trainer is not None and self._monitor.is_open:
             self._report(self._trainer, self._monitor.close(state.global_step))
@@ -214,13 +238,19 @@ class AttentionMonitorCallback(TrainerCallback):
         """
         own = vars(trainer).get("compute_loss")
         compute_loss = trainer.compute_loss
+        listening = True
 
         def stop() -> None:
+            nonlocal listening
+            listening = False  # where another has put itself around this one, it stays, and only passes on
             if vars(trainer).get("compute_loss") is read:
                 vars(trainer).pop("compute_loss")
                 vars(trainer).update({} if own is None else {"compute_loss": own})
 
         def read(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            # An evaluation or a teacher may come first; after an error, it may be a call outside of training.
+            if not (listening and torch.is_grad_enabled() and _is_trained(trainer, model)):
+                return compute_loss(model, inputs, *args, **kwargs)
             stop()
             batch = dict(inputs) if isinstance(inputs, Mapping) else inputs  # compute_loss may take the labels out
             window = self._monitor.open(step)
@@ -239,6 +269,7 @@ class AttentionMonitorCallback(TrainerCallback):
 
         vars(trainer)["compute_loss"] = read
         self._stop_listening = stop
+        self._heard = lambda: not listening
 
     def _pass(
         self, trainer: Trainer, model: nn.Module, batch: Any, *, certain: bool = True
@@ -288,22 +319,43 @@ class AttentionMonitorCallback(TrainerCallback):
         with self._monitor.writing():
             scalars = snapshot.scalars(per_head=self.per_head, prefix=self.prefix)
             handler = trainer.callback_handler
-            if "MLflowCallback" in {type(callback).__name__ for callback in handler.callbacks}:
+            kinds = {kind.__name__ for callback in handler.callbacks for kind in type(callback).__mro__}
+            if "MLflowCallback" in kinds:
                 scalars = flat_heads(scalars)
             board = self._find_board(trainer)
             if board is not None:
                 scalars = board.counted(scalars, snapshot.step)
 
-            def log() -> None:
-                with _unprinted(trainer):
-                    trainer.log(scalars)
-
-            self._monitor.attempt("the Trainer's log", log)
+            self._monitor.attempt("the Trainer's log", lambda: self._pass_on(trainer, scalars))
             if board is not None:
                 images = self.images and worth_pictures(snapshot, self._options.every_n_steps)
                 self._monitor.attempt(
                     "the TensorBoard writer", lambda: board.write(snapshot, prefix=self.prefix, images=images)
                 )
+
+    def _pass_on(self, trainer: Trainer, scalars: dict[str, float]) -> None:
+        """To the Trainer's history and to each of its callbacks by itself, so that none that fails harms the others.
+
+        By the Trainer's own ``log`` and not that of its class: one of these may add figures that it gathers between two
+        logs, and would find them gone at the next.
+        """
+        handler, control = trainer.callback_handler, trainer.control
+        should_log = control.should_log
+        callbacks = handler.callbacks
+        try:
+            handler.callbacks = []
+            Trainer.log(trainer, scalars)
+            for callback in callbacks:
+                if isinstance(callback, ProgressCallback | PrinterCallback):  # it would print some hundred numbers
+                    continue
+                handler.callbacks = [callback]
+                self._monitor.attempt(
+                    f"callback {type(callback).__name__}",
+                    lambda: handler.on_log(trainer.args, trainer.state, trainer.control, dict(scalars)),
+                )
+        finally:
+            handler.callbacks = callbacks
+            control.should_log = should_log  # that a log has come is no word on the one that was asked for
 
     def _find_board(self, trainer: Trainer) -> Board | None:
         """The run's TensorBoard, if it has one: the writer of the Trainer's own callback, in the first process."""
@@ -330,12 +382,23 @@ class AttentionMonitorCallback(TrainerCallback):
 
     def _release(self) -> None:
         self._stop_listening()
+        self._heard = _heard_all
         self._monitor.unbind()
         self._trainer = self._batch = self._board = None
 
 
 def _nothing() -> None:
     pass
+
+
+def _heard_all() -> bool:
+    return True
+
+
+def _is_trained(trainer: Trainer, model: nn.Module) -> bool:
+    """Whether it is the Trainer's model, however it is wrapped: the first parameter is the same."""
+    ours: nn.Module | None = trainer.model
+    return ours is None or next(model.parameters(), None) is next(ours.parameters(), None)
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer:
@@ -371,15 +434,3 @@ def _first_batch(trainer: Trainer) -> Any:
     else:
         entries = list(islice(iter(dataset), rank, world * size, world))
     return loader.collate_fn(entries)
-
-
-@contextmanager
-def _unprinted(trainer: Trainer) -> Iterator[None]:
-    """Within, what is logged is not printed."""
-    handler = trainer.callback_handler
-    callbacks = handler.callbacks
-    handler.callbacks = [c for c in callbacks if not isinstance(c, ProgressCallback | PrinterCallback)]
-    try:
-        yield
-    finally:
-        handler.callbacks = callbacks

@@ -91,13 +91,12 @@ class TestLogging:
     def test_through_the_trainers_log_at_the_step_of_the_parameters(self, tmp_path):
         seen = []
 
-        class Mine(Trainer):
-            def log(self, logs, *args, **kwargs):
-                seen.append((self.state.global_step, dict(logs)))
-                super().log(logs, *args, **kwargs)
+        class Listens(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.append((state.global_step, dict(logs)))
 
         monitor = AttentionMonitorCallback(every_n_steps=2, strict=True)
-        trainer = make(tmp_path, monitor, kind=Mine, max_steps=5)
+        trainer = make(tmp_path, monitor, Listens(), max_steps=5)
         trainer.train()
         calls = [(step, logs) for step, logs in seen if "attn/entropy/layer_00" in logs]
         assert [step for step, _ in calls] == [0, 2, 4]
@@ -387,7 +386,168 @@ class TestTheRunItself:
             assert other.latest.step == 0
 
 
+class Averages(Trainer):
+    """Keeps a metric of its own, which it adds to what is logged and then begins anew."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gathered = []
+
+    def compute_loss(self, *args, **kwargs):
+        self.gathered.append(float(self.state.global_step))
+        return super().compute_loss(*args, **kwargs)
+
+    def log(self, logs, *args, **kwargs):
+        super().log({**logs, "mine": sum(self.gathered)}, *args, **kwargs)
+        self.gathered.clear()
+
+
+class Asks(TrainerCallback):
+    """Asks for a log at some steps."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        control.should_log |= state.global_step in (1, 2)
+
+
+class Evaluates(TrainerCallback):
+    """Evaluates when a step begins, before the step's own batch is seen."""
+
+    trainer = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.evaluate()
+
+
+class TestWhatTheRunLogs:
+    """With and without the monitor the run logs the same of its own."""
+
+    @staticmethod
+    def own(tmp_path, *callbacks, **options):
+        trainer = make(tmp_path, *callbacks, **options)
+        trainer.train()
+        return [
+            {key: row[key] for key in ("step", "loss", "mine") if key in row}
+            for row in trainer.state.log_history
+            if "loss" in row
+        ]
+
+    def test_metrics_that_a_trainer_gathers_between_logs(self, tmp_path):
+        options = {"kind": Averages, "logging_steps": 2}
+        without = self.own(tmp_path, **options)
+        assert [row["mine"] for row in without] == [1.0, 5.0]
+        assert self.own(tmp_path, AttentionMonitorCallback(1, strict=True), **options) == without
+
+    def test_a_log_that_another_callback_asked_for(self, tmp_path):
+        without = self.own(tmp_path, Asks(), logging_strategy="no")
+        assert [row["step"] for row in without] == [2, 3]
+        monitor = AttentionMonitorCallback(1, strict=True)
+        assert self.own(tmp_path, Asks(), monitor, logging_strategy="no") == without
+
+
+class TestWhichCallIsRead:
+    def test_not_an_evaluation_that_comes_before_the_batch(self, tmp_path):
+        def run(*more):
+            monitor = AttentionMonitorCallback(2, **EVERYTHING)
+            trainer = make(tmp_path, monitor, *more, eval_dataset=sequences(3, seed=1))
+            for callback in more:
+                callback.trainer = trainer
+            trainer.train()
+            return logged(trainer)
+
+        assert run(Evaluates()) == run()
+
+    def test_not_that_of_another_model(self, tmp_path):
+        class Distils(Trainer):
+            teacher = tiny_gpt2()
+
+            def training_step(self, model, inputs, *args, **kwargs):
+                self.compute_loss(self.teacher, {name: value[:1] for name, value in inputs.items()})
+                return super().training_step(model, inputs, *args, **kwargs)
+
+        ours, theirs = (make(tmp_path, AttentionMonitorCallback(1, **EVERYTHING), kind=k) for k in (Distils, Trainer))
+        ours.train()
+        theirs.train()
+        assert logged(ours) == logged(theirs)
+        assert_clean(ours)
+
+    def test_an_error_before_the_batch_leaves_nothing_that_reads_later(self, tmp_path):
+        class Fails(Trainer):
+            fails = True
+
+            def training_step(self, *args, **kwargs):
+                if self.fails and self.state.global_step == 2:
+                    raise KeyboardInterrupt
+                return super().training_step(*args, **kwargs)
+
+        def monitors():
+            options = {"rows": 8, "sequences": 1, "strict": True}
+            return AttentionMonitorCallback(1, **options), AttentionMonitorCallback(2, prefix="b", **options)
+
+        broken, whole = make(tmp_path, *monitors(), kind=Fails), make(tmp_path, *monitors())
+        start = copy.deepcopy(broken.model.state_dict())
+        with pytest.raises(KeyboardInterrupt):
+            broken.train()
+        broken.evaluate(sequences(3))
+        assert not any(c._monitor.is_open for c in broken.callback_handler.callbacks if hasattr(c, "_monitor"))
+        broken.model.load_state_dict(start)
+        broken.fails, broken.optimizer, broken.lr_scheduler = False, None, None
+        torch.manual_seed(7)
+        broken.train()
+        whole.train()
+        assert logged(broken) == logged(whole)
+        assert logged(broken, "b/") == logged(whole, "b/")
+
+    def test_a_step_that_passes_by_compute_loss_is_named(self, tmp_path):
+        class Direct(Trainer):
+            def training_step(self, model, inputs, *args, **kwargs):
+                loss = model(**self._prepare_inputs(inputs)).loss
+                self.accelerator.backward(loss)
+                return loss.detach()
+
+        monitor = AttentionMonitorCallback(1)
+        with pytest.warns(UserWarning, match="attnmon measured nothing in a sampled step"):
+            make(tmp_path, monitor, kind=Direct, max_steps=1).train()
+
+    def test_a_callback_that_is_added_in_mid_training(self, tmp_path):
+        late = AttentionMonitorCallback(1, strict=True)
+
+        class Adds(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 2:
+                    self.trainer.add_callback(late)
+
+        adds = Adds()
+        adds.trainer = make(tmp_path, adds)
+        adds.trainer.train()
+        assert [step for step, _ in logged(adds.trainer)] == [2, 3]
+
+
 class TestTrouble:
+    def test_a_callback_that_fails_does_not_keep_the_others_from_it(self, tmp_path):
+        seen = []
+
+        class Broken(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                if "attn/entropy/layer_00" in logs:
+                    raise OSError("disk full")
+
+        class Listens(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.extend([state.global_step] * ("attn/entropy/layer_00" in logs))
+
+        with pytest.warns(UserWarning, match="could not write to callback Broken"):
+            make(tmp_path, Broken(), Listens(), AttentionMonitorCallback(1)).train()
+        assert seen == [0, 1, 2, 3]
+
+    def test_two_of_one_prefix(self, tmp_path):
+        with pytest.raises(ValueError, match="two have 'attn'"):
+            make(tmp_path, AttentionMonitorCallback(1), AttentionMonitorCallback(2)).train()
+
+    @pytest.mark.parametrize("prefix", ["eval_attn", "test_attn"])
+    def test_a_prefix_that_loggers_take_for_evaluation(self, prefix):
+        with pytest.raises(ValueError, match="not to begin with 'eval_' or 'test_'"):
+            AttentionMonitorCallback(1, prefix=prefix)
+
     def test_an_error_of_the_monitor_costs_a_warning(self, tmp_path, monkeypatch):
         def run(*callbacks):
             trainer = make(tmp_path, *callbacks, model=tiny_gpt2(dropout=0.1))
@@ -409,7 +569,7 @@ class TestTrouble:
                     raise OSError("No space left on device")
 
         monitor = AttentionMonitorCallback(1)
-        with pytest.warns(UserWarning, match="(?s)could not write to the Trainer's log.*No space left") as caught:
+        with pytest.warns(UserWarning, match="(?s)could not write to callback Full.*No space left") as caught:
             make(tmp_path, monitor, Full(), max_steps=3).train()
         assert sum("attnmon" in str(w.message) for w in caught) == 1
         assert monitor.latest.step == 2
