@@ -83,6 +83,8 @@ def _path(xs: Sequence[float], ys: Sequence[float | None]) -> str:
             continue
         parts.append(f"{'L' if drawing else 'M'}{x:g} {y:g}")
         drawing = True
+    if not parts:
+        return ""
     ends = [*parts[1:], "M"]  # a lone point gets a line of no length, which round caps make a dot
     return "".join(part + ("h0" if part[0] == "M" == after[0] else "") for part, after in zip(parts, ends, strict=True))
 

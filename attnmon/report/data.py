@@ -44,7 +44,9 @@ class Series:
             large one's.
         values: Their figures, ``(len(steps), layers, heads)``.
         first: Each head's first figure, ``(layers, heads)``; this and what follows is of all samples.
-        last: Its last figure.
+        first_step: Step of the first figure, -1 where the head was never measured.
+        last: Its figure at the last sample: NaN where it was not measured there, whatever came before.
+        last_step: Step of the last figure that was measured, -1 where the head never was.
         low: Its lowest.
         high: Its highest.
         low_step: Step of the lowest, -1 where the head was never measured.
@@ -63,7 +65,9 @@ class Series:
     steps: Steps
     values: Floats
     first: Floats
+    first_step: Steps
     last: Floats
+    last_step: Steps
     low: Floats
     high: Floats
     low_step: Steps
@@ -73,8 +77,16 @@ class Series:
 
     @property
     def change(self) -> Floats:
-        """Last less first figure of each head."""
+        """Figure at the last sample less first figure of each head."""
         return self.last - self.first
+
+    @property
+    def lost(self) -> dict[int, list[int]]:
+        """Heads by layer that had a figure once, but have none at the last sample."""
+        result: dict[int, list[int]] = {}
+        for layer, head in np.argwhere((self.last_step >= 0) & ~np.isfinite(self.last)).tolist():
+            result.setdefault(layer, []).append(head)
+        return result
 
     @cached_property
     def layer_means(self) -> Floats:
@@ -149,7 +161,8 @@ class Section:
         prefix: ``attn``, ``attn_val``, ...
         per_head: False where only the layers' means are there; then each layer has one column.
         source: What was looked at: ``"train"``, ``"probe"``, ``"validation"``; "" where it isn't known.
-        cadence: ``every_n_steps`` and the step from which it held, in order.
+        cadence: ``every_n_steps`` and the step from which it held, in order; empty where it isn't known, and of
+            validations, which have none of their own.
         layers: The layers by number.
         not_measured: Module path -> reason.
         levels: Fixed limits of the rules, see `attnmon.records.run_record`.
@@ -159,6 +172,7 @@ class Section:
         alerts: The warnings, each with the fields of `attnmon.alerts.Alert`, in order of their steps.
         alarms: What follows from them for each head.
         alerts_on: Whether the rules were on, as far as it can be told.
+        unread: Records of warnings that could not be read.
         counts: Logged number of heads under each rule's alarm.
         cost: What was logged of the monitor's own cost.
         notes: What a reader should know of the data.
@@ -180,6 +194,22 @@ class Section:
     counts: Mapping[str, Scalars]
     cost: Mapping[str, Scalars]
     notes: tuple[str, ...] = ()
+    unread: int = 0
+
+    @property
+    def warned_without_records(self) -> bool:
+        """Whether heads came under alarm of which the warnings are not in the files."""
+        ruled, raised = {alarm.rule for alarm in self.alarms}, {alert["rule"] for alert in self.alerts}
+        counted = {rule for rule, count in self.counts.items() if np.any(count.values > 0)}
+        return bool(self.unread or (ruled | counted) - raised or any(not alarm.quantity for alarm in self.alarms))
+
+    @property
+    def heads_known(self) -> bool:
+        """Whether it is known of each head if it was warned of: a count above 0 without an alarm leaves that open."""
+        ruled = {alarm.rule for alarm in self.alarms}
+        return not self.unread and all(
+            rule in ruled or not np.any(count.values > 0) for rule, count in self.counts.items()
+        )
 
     @cached_property
     def exists(self) -> NDArray[np.bool_]:

@@ -22,6 +22,7 @@ from attnmon.records import KINDS, PLUGIN, UnreadableError, read_json
 __all__ = ["Column", "Events", "LayerTag", "layer_tag", "read_csv", "read_events"]
 
 _IN_MEMORY = 128 * 2**20  # bytes of figures kept in memory before they go to a temporary file
+_MOST_VALUES = 10_000_000  # figures of one sample
 _FRAME = 16  # bytes around each record of an event file: its length and two checksums
 
 
@@ -181,15 +182,20 @@ class Events:
         """Takes the metadata of a tag of ours, or says why not."""
         try:
             described = read_json(content)
+            str(described).encode()  # halves of surrogate pairs can't be written
             if described.get("kind") not in KINDS or not isinstance(described.get("prefix"), str):
                 raise UnreadableError(f"kind {described.get('kind')!r}, prefix {described.get('prefix')!r}")
-        except UnreadableError as error:
+        except (UnreadableError, UnicodeEncodeError) as error:
             if tag not in self.described:
                 self._unreadable.add(tag)
                 self.note(f"{tag!r} was left out: {error}.")
             return
         self._unreadable.discard(tag)
         self.described[tag] = described
+
+    def unreadable(self, tag: str) -> bool:
+        """Whether a tag is ours, but what it holds could not be told."""
+        return tag in self._unreadable
 
     def skips(self, tag: str) -> bool:
         """Whether nothing is known of a tag that makes it ours."""
@@ -268,6 +274,11 @@ def _take(events: Events, event: Any) -> None:
 def _array(events: Events, tag: str, tensor: Any) -> NDArray[Any] | None:
     from tensorboard.util.tensor_util import make_ndarray
 
+    # One stored value stands for any number of equal ones: a broken shape must not fill the memory.
+    size = math.prod(dim.size for dim in tensor.tensor_shape.dim)
+    if size > _MOST_VALUES:
+        events.note(f"A value of {tag!r} was left out: it says that it has {size} figures.")
+        return None
     try:
         return np.asarray(make_ndarray(tensor))
     except (TypeError, ValueError) as error:
@@ -296,7 +307,6 @@ def read_csv(path: Path) -> Events:
 
 def _number(text: str) -> float | None:
     try:
-        value = float(text)
+        return float(text)  # a loss that is not a number any more is logged as nan
     except ValueError:
         return None
-    return value if math.isfinite(value) else None

@@ -40,6 +40,8 @@ def find_run(folder: str | os.PathLike[str]) -> Found:
     Raises:
         ReportError: There is no such folder, no run in it, or more than one.
     """
+    if not str(folder).strip():
+        raise ReportError("Expected `run_dir` to be a folder with event files, but got an empty name.")
     root = Path(folder)
     if not root.exists():
         raise ReportError(f"Expected `run_dir` to be a folder with event files, but {root} does not exist.")

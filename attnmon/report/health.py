@@ -14,12 +14,13 @@ import numpy as np
 from attnmon.alerts import AlertRules
 from attnmon.alerts.base import SEVERITIES
 from attnmon.alerts.text import describe_heads
-from attnmon.report.data import Alarm, HeadStatus, Section
+from attnmon.report.data import Alarm, HeadStatus, Section, Series
 from attnmon.report.maps import Rows, key, status_map
-from attnmon.report.text import NOTHING, esc, note, number, table
+from attnmon.report.text import NOTHING, esc, note, number, short_path, shortened, table
 
-__all__ = ["badge", "health", "look_of", "told", "verdict", "warnings"]
+__all__ = ["badge", "health", "look_of", "lost_text", "verdict", "warnings", "warnings_text"]
 
+_NOT_HERE = "the warnings themselves are not in these files"
 _EVIDENCE_ROWS = 64
 _RULES = {rule.name: rule for rule in AlertRules().active()}
 
@@ -33,10 +34,10 @@ def look_of(status: HeadStatus | None) -> str:
     return "watching" if status.severity == "watch" else "alarm"
 
 
-def badge(status: HeadStatus | None) -> str:
-    """A head's status as a label."""
+def badge(status: HeadStatus | None, *, known: bool = True) -> str:
+    """A head's status as a label; where not all warnings are known, none says nothing."""
     if status is None:
-        return '<span class="badge none">never warned</span>'
+        return '<span class="badge none">never warned</span>' if known else NOTHING
     text = f"under alarm: {status.severity}" if status.under else "recovered"
     return f'<span class="badge {look_of(status)}">{esc(text)}</span>'
 
@@ -50,12 +51,38 @@ def verdict(section: Section) -> str:
     order = [kind for kind in (*reversed(SEVERITIES), *sorted(kinds)) if kinds[kind]]
     of_which = ", ".join(f"{kinds[kind]} {esc(kind)}" for kind in dict.fromkeys(order))
     grave = any(look_of(status) == "alarm" for status in under)
-    return (
+    parts = [
         f"<b{' class=bad' if grave else ''}>{len(under)}</b> of {total} heads {'is' if len(under) == 1 else 'are'} "
-        f"under an alarm at the end of the run{f' ({of_which})' if under else ''}, "
-        f"<b{' class=back' if back else ''}>{back}</b> {'was' if back == 1 else 'were'} and recovered, "
-        f"{total - len(statuses)} never gave a warning."
-    )
+        f"under an alarm at the end of the run{f' ({of_which})' if under else ''}"
+    ]
+    if back:
+        parts.append(f"<b class=back>{back}</b> {'was' if back == 1 else 'were'} earlier and recovered")
+    if never := total - len(statuses):
+        parts.append(f"{never} never gave a warning")
+    return ", ".join(parts) + "."
+
+
+def warnings_text(section: Section) -> str:
+    """How many warnings there were, as far as the files tell."""
+    count = len(section.alerts)
+    text = f"{count} warning{'' if count == 1 else 's'}"
+    if not section.warned_without_records:
+        return text
+    return f"at least {text}: others are not in these files" if count else _NOT_HERE
+
+
+def lost_text(section: Section, series: Series) -> str:
+    """The heads that had a figure once and have none at the end; "" where there are none."""
+    if not series.lost:
+        return ""
+    one = sum(map(len, series.lost.values())) == 1
+    last = sorted({int(series.last_step[layer, head]) for layer, heads in series.lost.items() for head in heads})
+    steps = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
+    if section.per_head:
+        where = describe_heads(series.lost, *_layers(section))
+    else:
+        where = shortened([f"layer {layer}" for layer in series.lost], 8)
+    return f"No figure at the last sample, though there {'was one' if one else 'were some'} up to {steps}: {where}."
 
 
 def health(section: Section, rows: Rows) -> str:
@@ -66,16 +93,14 @@ def health(section: Section, rows: Rows) -> str:
             "neither. So nothing is said here about heads in trouble; see the figures below."
         )
     title = "<h3>Health of the heads</h3>"
-    if not section.per_head or not told(section):
+    if not section.heads_known:
+        text = f"Which heads are or were under alarm is not fully known: {warnings_text(section)}."
+        return title + note(text) + _by_rule(section) + _where(section)
+    if not section.per_head:
         return title + _by_rule(section)
     text = f'<p class="verdict">{verdict(section)}</p>'
     figure = f'<figure class="narrow">{_map(section, rows)}</figure>'
     return f'{title}{text}<div class="columns">{figure}{_by_rule(section)}</div>{_where(section)}'
-
-
-def told(section: Section) -> bool:
-    """Whether it is known which heads were warned of: a count above 0 without a warning leaves that open."""
-    return bool(section.alerts) or not any(np.any(count.values > 0) for count in section.counts.values())
 
 
 def _map(section: Section, rows: Rows) -> str:
@@ -112,16 +137,20 @@ def _title(section: Section, rule: str) -> str:
 def _by_rule(section: Section) -> str:
     raised = Counter(alert["rule"] for alert in section.alerts)
     rows = []
-    for rule in sorted({*section.counts, *raised}, key=lambda rule: (-raised[rule], rule)):
+    under = {alarm.rule for alarm in section.alarms}
+    for rule in sorted({*section.counts, *raised, *under}, key=lambda rule: (-raised[rule], rule)):
         most = end = NOTHING
+        there = rule in under
         count = section.counts.get(rule)
         if count is not None and np.isfinite(count.values).any():
             place = int(np.nanargmax(count.values))
             most, end = f"{count.values[place]:.0f}", number(float(count.values[-1]))
             if count.values[place] > 0:
+                there = True
                 most += f" <small>(step {count.steps[place]})</small>"
-        rows.append([esc(_title(section, rule)), str(raised[rule]), most, end])
-    return table(["rule", "warnings", "heads at once, most", "at the end"], rows, left={0})
+        known = raised[rule] or not (section.unread or there)
+        rows.append([esc(_title(section, rule)), str(raised[rule]) if known else NOTHING, most, end])
+    return table(["rule", "warnings", "heads at once, most", "at the end"], rows, left={0}) if rows else ""
 
 
 def _where(section: Section) -> str:
@@ -143,18 +172,22 @@ def _layers(section: Section) -> tuple[dict[int, int], dict[int, str]]:
     """Number of heads, and module path, of each layer."""
     return (
         {number: layer.heads or 0 for number, layer in section.layers.items()},
-        {number: layer.path for number, layer in section.layers.items()},
+        {number: short_path(layer.path) for number, layer in section.layers.items()},
     )
 
 
 def warnings(section: Section) -> str:
     """Every warning, by rule, the gravest first."""
     if not section.alerts:
+        if section.warned_without_records:
+            return note(f"{'Records could not be read' if section.unread else 'Heads came under alarm'}: {_NOT_HERE}.")
         return '<p class="soft">None is recorded.</p>'
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for alert in section.alerts:
         groups.setdefault((alert["rule"], alert["severity"], alert["remedy"]), []).append(alert)
     parts = []
+    if section.warned_without_records:
+        parts.append(note("These are not all: others are not in these files, or could not be read."))
     for (rule, severity, remedy), alerts in sorted(groups.items(), key=lambda group: _rank(group[0][1])):
         count = f"{len(alerts)} warning{'s' if len(alerts) > 1 else ''}"
         parts.append(

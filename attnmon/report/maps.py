@@ -29,6 +29,9 @@ DIVERGING = {
 }  # fmt: skip
 
 
+_BEYOND = 1e-4  # a figure that passes its own limit by less does so by rounding
+
+
 @dataclass(frozen=True)
 class Scale:
     """Ends of a colour scale, and whether there are figures beyond them, which take the colour of the end."""
@@ -39,14 +42,25 @@ class Scale:
     above: bool = False
 
 
-def scale_of(*tables: _Figures) -> Scale:
-    """From the least to the largest figure; a few that are far from all others must not take the whole scale."""
+def scale_of(*tables: _Figures, limits: tuple[float | None, float | None] = (None, None)) -> Scale:
+    """From the least to the largest figure; a few that are far from all others must not take the whole scale.
+
+    Args:
+        tables: The figures.
+        limits: Ends that the quantity has by itself; None: the figures' own.
+    """
     finite = np.concatenate([table[np.isfinite(table)] for table in tables])
     if not finite.size:
-        return Scale(0.0, 1.0)
+        low = 0.0 if limits[0] is None else limits[0]
+        return Scale(low, low + 1.0 if limits[1] is None else limits[1])
     least, low, high, most = (float(value) for value in np.percentile(finite, [0, 2, 98, 100]))
     below, above = (0 < high - low < distance for distance in (low - least, most - high))
-    return Scale(low if below else least, high if above else most, below, above)
+    low, high = low if below else least, high if above else most
+    if limits[0] is not None:
+        low, below = limits[0], least < limits[0] - _BEYOND
+    if limits[1] is not None:
+        high, above = limits[1], most > limits[1] + _BEYOND
+    return Scale(min(low, high), max(low, high), below, above)
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,8 @@ class _Grid:
     @property
     def size(self) -> tuple[float, float]:
         """Of the whole picture, the head numbers below the cells included."""
-        return self.left + self.columns * self.cell[0] + 4, self.top + self.rows * self.cell[1] + 30
+        margin = 16 if self.columns == 1 else 4  # for the name of the only column
+        return self.left + self.columns * self.cell[0] + margin, self.top + self.rows * self.cell[1] + 30
 
     def place(self, row: int, column: int) -> tuple[float, float]:
         """Upper left corner of a cell."""

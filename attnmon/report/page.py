@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+
 from attnmon.report.compare import Comparison
 from attnmon.report.curves import Line, curves
 from attnmon.report.data import RunData, Scalars, Section
@@ -16,7 +18,7 @@ from attnmon.report.maps import Rows
 from attnmon.report.quantities import main_first, quantity, row_names
 from attnmon.report.sides import cadence_text, comparison, pair_names, size_text, source_text
 from attnmon.report.style import SCRIPT, style
-from attnmon.report.text import NOTHING, esc, note, number, table
+from attnmon.report.text import NOTHING, esc, measured, note, number, table
 
 __all__ = ["GENERATOR", "report_html"]
 
@@ -124,7 +126,10 @@ def _overview(runs: Sequence[RunData], letters: Sequence[str]) -> str:
 def _times(times: tuple[float, float] | None) -> str:
     if times is None:
         return "not recorded"
-    first, last = (datetime.fromtimestamp(time, UTC) for time in times)
+    try:
+        first, last = (datetime.fromtimestamp(time, UTC) for time in times)
+    except (OSError, OverflowError, ValueError):  # broken: no time that a calendar has
+        return "not recorded"
     end = f"{last:%H:%M}" if first.date() == last.date() else f"{last:%Y-%m-%d %H:%M}"
     return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
 
@@ -132,8 +137,10 @@ def _times(times: tuple[float, float] | None) -> str:
 def _loss_text(loss: Scalars | None) -> str:
     if loss is None or not len(loss.values):
         return "none was found among the scalars"
-    first, last = (number(float(loss.values[place])) for place in (0, -1))
-    return f"<code>{esc(loss.tag)}</code> {first} at step {loss.steps[0]}, {last} at step {loss.steps[-1]}"
+    first, last = (measured(float(loss.values[place])) for place in (0, -1))
+    broken = np.flatnonzero(~np.isfinite(loss.values))
+    more = f"; not finite {len(broken)} times, from step {loss.steps[broken[0]]} on" if broken.size else ""
+    return f"<code>{esc(loss.tag)}</code> {first} at step {loss.steps[0]}, {last} at step {loss.steps[-1]}{more}"
 
 
 def _section(section: Section, rows: Rows, loss: Scalars | None) -> str:
@@ -162,7 +169,9 @@ def _tiles(section: Section) -> str:
     ]
     if section.per_head:
         tiles.append((str(int(section.exists.sum())), "heads"))
-    if section.alerts_on:
+    if section.alerts_on and section.warned_without_records:
+        tiles.append((f"{len(section.alerts)} or more" if section.alerts else NOTHING, "warnings: not in these files"))
+    elif section.alerts_on:
         tiles.append((str(len(section.alerts)), "warnings"))
     share = _last(section, "share_of_run")
     if share is not None:

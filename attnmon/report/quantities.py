@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from attnmon.report.curves import Limit, Line, Marker, curves, sparkline
 from attnmon.report.data import Floats, Section, Series, mean_of_heads
-from attnmon.report.health import badge
+from attnmon.report.health import badge, lost_text
 from attnmon.report.maps import SEQUENTIAL, Rows, colour_bar, heat_map, scale_of
-from attnmon.report.text import esc, number, signed, table
+from attnmon.report.text import esc, note, number, path_code, signed, table
 
 __all__ = ["by_size", "depth", "heads_of", "main_first", "quantity", "row_names"]
 
@@ -79,6 +79,8 @@ def quantity(section: Section, series: Series, rows: Rows, *, opened: bool) -> s
     readings = [f"{word}: {text}" for word, text in (("A rise", series.rise), ("A fall", series.fall)) if text]
     if readings:
         parts.append(f'<p class="soft small">{esc(". ".join(readings))}.</p>')
+    lost = lost_text(section, series)
+    parts += [note(lost)] if lost else []
     parts += [_maps(section, series, rows), _chart(section, series), _layers(section, series)]
     if section.per_head:
         parts.append(_heads(section, series, _HEADS_LISTED if opened else _HEADS_SHOWN))
@@ -92,7 +94,7 @@ def _maps(section: Section, series: Series, rows: Rows) -> str:
         _worst(section, series),
         (int(series.steps[-1]), series.values[-1], "last"),
     ]
-    scale = scale_of(*(values for _, values, _ in shown))
+    scale = scale_of(*(values for _, values, _ in shown), limits=series.limits)
     figures = []
     for step, values, what in shown:
         picture = heat_map(
@@ -170,8 +172,8 @@ def _layers(section: Section, series: Series) -> str:
         path = section.layers[row].path if row in section.layers else ""
         cells = [
             str(row),
-            f"<code>{esc(path)}</code>",
-            number(float(first[row])),
+            path_code(path),
+            _first(series, series.first_step[row], number(float(first[row]))),
             number(float(last[row])),
             signed(float(last[row] - first[row])),
             _extreme(section, series.low[row], series.low_step[row], int(np.nanargmin(series.low[row]))),
@@ -186,6 +188,15 @@ def _layers(section: Section, series: Series) -> str:
     return table([*columns, "heads under alarm"] if alarms else columns, rows, left={1, 7})
 
 
+def _first(series: Series, steps: NDArray[np.int64], text: str) -> str:
+    """With its step, where that is not the first sample's."""
+    last = int(steps.max())
+    if last <= series.steps[0]:
+        return text
+    several = bool((steps[steps >= 0] < last).any())
+    return f"{text} <small>({'up to ' if several else ''}step {last})</small>"
+
+
 def _extreme(section: Section, values: Floats, steps: NDArray[np.int64], head: int) -> str:
     where = f"head {head}, step {steps[head]}" if section.per_head else f"step {steps[head]}"
     return f"{number(float(values[head]))} <small>({where})</small>"
@@ -198,10 +209,13 @@ def _heads(section: Section, series: Series, most: int) -> str:
     scale = scale_of(series.low, series.high)
     rows = []
     for layer, head in places[:most]:
-        figures = [number(float(series.first[layer, head])), number(float(series.last[layer, head]))]
-        cells = [str(layer), str(head), *figures, signed(float(change[layer, head]))]
+        first = _first(series, series.first_step[layer, head, None], number(float(series.first[layer, head])))
+        last = number(float(series.last[layer, head]))
+        cells = [str(layer), str(head), first, last, signed(float(change[layer, head]))]
         cells.append(sparkline(series.values[:, layer, head], scale.low, scale.high))
-        rows.append([*cells, badge(status.get((layer, head)))] if section.alerts_on else cells)
+        if section.alerts_on:
+            cells.append(badge(status.get((layer, head)), known=section.heads_known))
+        rows.append(cells)
     columns = ["layer", "head", "first", "last", "change", "over the run"]
     columns += ["by any rule"] if section.alerts_on else []
     text = table(columns, rows[:_HEADS_SHOWN], left={5, 6})

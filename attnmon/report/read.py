@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from attnmon.dashboard.names import BY_NAME, QUANTITIES, title
 from attnmon.records import UnreadableError, read_json, tag_of
-from attnmon.report.alarms import find_alarms, raised_heads
+from attnmon.report.alarms import find_alarms
+from attnmon.report.checks import check_run, check_warnings, figure
 from attnmon.report.data import Floats, Layer, RunData, Scalars, Section, Series, mean_of_heads
 from attnmon.report.events import Column, Events, layer_tag, read_csv, read_events
 from attnmon.report.find import Found, ReportError, find_run
+from attnmon.report.text import shortened
 
 __all__ = ["MAX_VALUES", "read_run"]
 
@@ -110,6 +112,11 @@ class _Restarts:
         for place in range(len(self._least) - 2, -1, -1):
             self._least[place] = min(self._least[place], self._least[place + 1])
 
+    def beyond(self, columns: Iterable[Column]) -> bool:
+        """Whether all of these were written before the run went back for the last time."""
+        last = max((order for column in columns for order in column.order), default=-1)
+        return bool(self._orders) and last < self._orders[-1]
+
     def valid(self, column: Column) -> list[int]:
         """Places in a column that count, in order of their steps; of a repeated step the last."""
         kept: dict[int, int] = {}
@@ -129,12 +136,22 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
     theirs = [column for tag, column in events.scalars.items() if f"/{prefix}/" in f"/{tag}"]
     # Each by itself: a logger may number the steps of scalars otherwise.
     restarts, scalar_restarts = _Restarts(ours), _Restarts(theirs)
+    if len(scalar_restarts.steps) < len(restarts.steps) and restarts.beyond(theirs):
+        # Nothing more was logged that would show where they went back.
+        scalar_restarts = restarts
     notes: list[str] = []
     if steps := restarts.steps or scalar_restarts.steps:
         where = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
         notes.append(f"The run went back to an earlier step (resumed at step {where}); steps run again count once.")
 
-    tables = _tensor_tables(events, prefix, restarts)
+    shapes = _shapes(events, prefix, restarts)
+    largest = (max(rows for rows, _ in shapes), max(columns for _, columns in shapes)) if shapes else None
+    runs, unread_runs = _records(events, tag_of("run", prefix), restarts, run_notes, partial(check_run, most=largest))
+    named = None if unread_runs else _named(runs)
+    if named is not None and 2 * sum(_fits(shape, named) for shape in shapes) < len(shapes):
+        named = None
+        notes.append("The run's record names fewer layers or heads than most of its samples have.")
+    tables = _tensor_tables(events, prefix, restarts, named, notes)
     per_head = bool(tables)
     if not tables:
         tables, per_head = _scalar_tables(events, prefix, scalar_restarts)
@@ -150,8 +167,9 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
             f"Of {samples} samples 1 in {stride} and the last were kept for the curves; first, last, lowest and "
             f"highest figures and the ends of alarms are of all samples."
         )
-    runs = _records(events, tag_of("run", prefix), restarts, run_notes, _check_run)
-    warned = _records(events, tag_of("warnings", prefix), restarts, run_notes, _check_warnings)
+    check = partial(check_warnings, there=_there(tables, named) if per_head else None)
+    warned, unread = _records(events, tag_of("warnings", prefix), restarts, run_notes, check)
+    unread += events.unreadable(tag_of("warnings", prefix))  # all of them: as one, as their number isn't known
     alerts = [{**alert, "step": step} for step, record in warned for alert in record["alerts"]]
     quantities = {}
     for name in sorted(tables, key=_place):
@@ -159,13 +177,15 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
         values = table.load()  # of all samples: one quantity at a time
         quantities[name] = _series(name, table.described, table.steps, values, stride)
 
+    source = str(runs[-1][1]["source"]) if runs else ""
     counts = _scalars(events, f"{prefix}/warnings/", scalar_restarts)
+    notes += _ended_early(counts, tables)
     ends = [int(step) for table in tables.values() for step in (table.steps[0], table.steps[-1])]
     return Section(
         prefix=prefix,
         per_head=per_head,
-        source=str(runs[-1][1]["source"]) if runs else "",
-        cadence=_cadence(runs),
+        source=source,
+        cadence=() if source == "validation" else _cadence(runs),
         layers=_layers(runs, alerts, max((table.layers for table in tables.values()), default=0)),
         not_measured=runs[-1][1]["not_measured"] if runs else {},
         levels=tuple(runs[-1][1]["levels"]) if runs else (),
@@ -174,11 +194,24 @@ def _section(events: Events, prefix: str, max_values: int, run_notes: list[str])
         quantities=quantities,
         alerts=tuple(alerts),
         alarms=find_alarms(warned),
-        alerts_on=bool(counts or warned),
+        alerts_on=bool(counts or warned or unread),
         counts=counts,
         cost=_scalars(events, f"{prefix}/monitor/", scalar_restarts),
         notes=tuple(notes),
+        unread=unread,
     )
+
+
+def _ended_early(counts: Mapping[str, Scalars], tables: Mapping[str, _Table]) -> list[str]:
+    """Says so where the rules fell silent long before the end, as in a run resumed without them."""
+    steps = np.unique(np.concatenate([count.steps for count in counts.values()] or [np.array([], dtype=np.int64)]))
+    end = max((int(table.steps[-1]) for table in tables.values()), default=0)
+    if len(steps) < 2 or end - steps[-1] <= 2 * np.diff(steps).max():
+        return []
+    return [
+        f"The rules were last heard of at step {steps[-1]}, though the samples go on to step {end}: what is said of "
+        f"warnings at the end of the run holds for step {steps[-1]}."
+    ]
 
 
 @dataclass(frozen=True)
@@ -192,21 +225,80 @@ class _Table:
     described: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _tensor_tables(events: Events, prefix: str, restarts: _Restarts) -> dict[str, _Table]:
-    tables = {}
+def _tensor_columns(events: Events, prefix: str) -> Iterator[tuple[str, Mapping[str, Any], Column]]:
     for tag, described in events.described.items():
         column = events.columns.get(tag)
-        if described["kind"] != "heads" or described["prefix"] != prefix or column is None:
-            continue
+        if described["kind"] == "heads" and described["prefix"] == prefix and column is not None:
+            yield tag, described, column
+
+
+def _shapes(events: Events, prefix: str, restarts: _Restarts) -> list[tuple[int, int]]:
+    """Layers and heads of each sample's table."""
+    return [
+        events.shapes[int(column.values[place])]
+        for _, _, column in _tensor_columns(events, prefix)
+        for place in restarts.valid(column)
+    ]
+
+
+def _fits(shape: tuple[int, int], named: NDArray[np.bool_]) -> bool:
+    rows, columns = len(named), len(named[0])
+    return shape[0] <= rows and shape[1] <= columns
+
+
+def _named(runs: Iterable[tuple[int, Mapping[str, Any]]]) -> NDArray[np.bool_] | None:
+    """``(layers, heads)``: the heads that the run was ever said to have; None where nothing is said."""
+    heads: dict[int, int] = {}
+    for _, run in runs:
+        for layer in run["layers"]:
+            heads[layer["number"]] = max(heads.get(layer["number"], 0), layer["heads"])
+    if not any(heads.values()):
+        return None
+    result = np.zeros((max(heads) + 1, max(heads.values())), dtype=np.bool_)
+    for number, count in heads.items():
+        result[number, :count] = True
+    return result
+
+
+def _there(tables: Mapping[str, _Table], named: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Heads that a warning can be about."""
+    if named is not None:
+        return named
+    shape = max(table.layers for table in tables.values()), max(table.heads for table in tables.values())
+    return np.ones(shape, dtype=np.bool_)
+
+
+def _tensor_tables(
+    events: Events, prefix: str, restarts: _Restarts, named: NDArray[np.bool_] | None, notes: list[str]
+) -> dict[str, _Table]:
+    """The tables of a prefix; samples with more layers or heads than the run has are somebody else's."""
+    tables = {}
+    for tag, described, column in _tensor_columns(events, prefix):
         places = restarts.valid(column)
+        if named is not None:
+            every = len(places)
+            places = [place for place in places if _fits(events.shapes[int(column.values[place])], named)]
+            if len(places) < every:
+                notes.append(
+                    f"{every - len(places)} of {every} samples of {tag!r} were left out: more layers or heads than the "
+                    f"{named.shape[0]} x {named.shape[1]} of the run's record."
+                )
         numbers = [int(column.values[place]) for place in places]
-        shapes = [events.shapes[number] for number in numbers]
-        layers, heads = (max((shape[axis] for shape in shapes), default=0) for axis in (0, 1))
+        kept = [events.shapes[number] for number in numbers]
+        layers, heads = (max((shape[axis] for shape in kept), default=0) for axis in (0, 1))
         if layers and heads:
             steps = np.array([column.steps[place] for place in places], dtype=np.int64)
-            load = partial(events.tensors, numbers)
+            load = partial(_loaded, events, numbers, named)
             tables[str(described.get("quantity", tag))] = _Table(steps, layers, heads, load, described)
     return tables
+
+
+def _loaded(events: Events, numbers: Sequence[int], named: NDArray[np.bool_] | None) -> Floats:
+    """The samples, without figures of heads that the run does not have."""
+    values = events.tensors(numbers)
+    if named is not None:
+        values[:, ~named[: values.shape[1], : values.shape[2]]] = np.nan
+    return values
 
 
 def _scalar_tables(events: Events, prefix: str, restarts: _Restarts) -> tuple[dict[str, _Table], bool]:
@@ -257,19 +349,21 @@ def _series(name: str, described: Mapping[str, Any], steps: NDArray[np.int64], v
     first = at(first_place)
     furthest = int(np.nan_to_num(_distances(values, first), nan=-1.0).argmax())
     kept = np.unique(np.append(np.arange(0, len(steps), stride), len(steps) - 1))
-    limits = described.get("limits") or (known.limits if known else (None, None))
+    limits = _limits(described.get("limits"), known.limits if known else (None, None))
     return Series(
         name=name,
         title=str(described.get("title") or title(name, unit=False)),
         unit=str(described.get("unit") or (known.unit if known else "")),
-        limits=(_end(limits[0]), _end(limits[1])),
+        limits=limits,
         rise=str(described.get("rise") or (known.rise if known else "")),
         fall=str(described.get("fall") or (known.fall if known else "")),
         samples=len(steps),
         steps=steps[kept],
         values=values[kept],
         first=first,
-        last=at(last_place),
+        first_step=np.where(measured, steps[first_place], -1),
+        last=np.where(finite[-1], values[-1], np.float32(np.nan)),
+        last_step=np.where(measured, steps[last_place], -1),
         low=at(low_place),
         high=at(high_place),
         low_step=np.where(measured, steps[low_place], -1),
@@ -284,8 +378,15 @@ def _distances(values: Floats, first: Floats) -> Floats:
     return np.array([mean_of_heads(np.abs(sample - first).reshape(-1)) for sample in values], dtype=np.float32)
 
 
-def _end(limit: object) -> float | None:
-    return float(limit) if isinstance(limit, int | float) else None
+def _limits(described: object, known: tuple[float | None, float | None]) -> tuple[float | None, float | None]:
+    """Ends of the colour scale from a tag's metadata; where these can't be such, the known ones."""
+    if not isinstance(described, list) or len(described) != 2:
+        return known
+    try:
+        low, high = (None if end is None else figure(end) for end in described)
+    except (TypeError, ValueError):
+        return known
+    return known if low is not None and high is not None and low >= high else (low, high)
 
 
 def _place(name: str) -> tuple[int, float, str]:
@@ -305,72 +406,37 @@ def _records(
     restarts: _Restarts,
     notes: list[str],
     check: Callable[[dict[str, Any]], None],
-) -> list[tuple[int, dict[str, Any]]]:
-    """Step and content of the JSON records of a tag, as far as they can be read."""
+) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """Step and content of the JSON records of a tag, as far as they can be read, and how many can't be."""
     column = events.columns.get(tag)
     if column is None:
-        return []
-    records = []
+        return [], 0
+    records: list[tuple[int, dict[str, Any]]] = []
+    unread: dict[str, list[int]] = {}  # what is wrong -> steps
     for place in restarts.valid(column):
         try:
             record = read_json(events.texts[int(column.values[place])])
             check(record)
         except UnreadableError as error:
-            notes.append(f"The record of {tag!r} at step {column.steps[place]} was left out: {error}.")
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            notes.append(
-                f"The record of {tag!r} at step {column.steps[place]} was left out: a field is missing or broken "
-                f"({type(error).__name__}: {error})."
-            )
+            unread.setdefault(str(error), []).append(column.steps[place])
         else:
             records.append((column.steps[place], record))
-    return records
-
-
-def _check_run(record: Mapping[str, Any]) -> None:
-    """Raises where a field that is used is missing or of another kind."""
-    for layer in record["layers"]:
-        _number(layer["number"], layer["heads"], layer["temperature"] or 0)
-        _text(layer["path"])
-    for level in record["levels"]:
-        _number(level["limit"])
-        _text(level["rule"], level["title"], level["quantity"])
-    _number(record["every_n_steps"])
-    _text(record["source"], *record["not_measured"], *record["not_measured"].values())
-
-
-def _check_warnings(record: Mapping[str, Any]) -> None:
-    """Likewise."""
-    for alert in record["alerts"]:
-        _text(*(alert[name] for name in ("rule", "title", "severity", "summary", "remedy")), *alert["layers"].values())
-        _number(alert["since"], alert["samples"], *map(int, alert["layers"]))
-        for layer, heads in alert["heads"].items():
-            _number(int(layer), *heads)
-        for part in alert["evidence"]:
-            _text(part["quantity"], part["label"])
-    raised_heads(record["alerts"])
-    for layers in record["alarmed"].values():
-        for layer, heads in layers.items():
-            _number(int(layer), *heads)
-
-
-def _text(*items: object) -> None:
-    for item in items:
-        if not isinstance(item, str):
-            raise TypeError(f"{item!r} is not a text")
-
-
-def _number(*items: object) -> None:
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, int | float):
-            raise TypeError(f"{item!r} is not a number")
+    for what, steps in unread.items():
+        if len(steps) == 1:
+            notes.append(f"The record of {tag!r} at step {steps[0]} was left out: {what}.")
+        else:
+            where = shortened([str(step) for step in steps], 8)
+            notes.append(f"{len(steps)} records of {tag!r} were left out (steps {where}): {what}.")
+    return records, sum(map(len, unread.values()))
 
 
 def _cadence(runs: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[tuple[int, int], ...]:
     """``every_n_steps`` and the step from which it held."""
     changes: list[tuple[int, int]] = []
     for step, run in runs:
-        every = int(run["every_n_steps"])
+        every = run["every_n_steps"]
+        if every is None:
+            continue
         if not changes or changes[-1][0] != every:
             changes.append((every, step))
     return tuple(changes)
@@ -397,7 +463,8 @@ def _scalars(events: Events, start: str, restarts: _Restarts) -> dict[str, Scala
     found = {tag: tag.removeprefix(start) for tag in sorted(events.scalars) if tag.startswith(start)}
     if not found:
         found = {tag: tag.partition(f"/{start}")[2] for tag in sorted(events.scalars) if f"/{start}" in tag}
-    return {name: _scalar(tag, events.scalars[tag], restarts) for tag, name in found.items()}
+    scalars = {name: _scalar(tag, events.scalars[tag], restarts) for tag, name in found.items()}
+    return {name: scalar for name, scalar in scalars.items() if len(scalar.steps)}  # else all of it is void
 
 
 def _scalar(tag: str, column: Column, restarts: _Restarts) -> Scalars:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from attnmon.report.compare import Comparison, Difference
 from attnmon.report.curves import Line, curves, sparkline
 from attnmon.report.data import RunData, Section, Series, mean_of_heads
-from attnmon.report.health import told, verdict
+from attnmon.report.health import lost_text, verdict, warnings_text
 from attnmon.report.maps import Rows, Scale, colour_bar, heat_map, scale_of
 from attnmon.report.quantities import by_size, depth, heads_of, main_first
 from attnmon.report.text import esc, note, number, shortened, signed, table
@@ -29,6 +29,8 @@ def source_text(section: Section) -> str:
 
 def cadence_text(section: Section) -> str:
     """How often it was sampled."""
+    if section.source == "validation":
+        return "when validations ran"
     several = len(section.cadence) > 1
     parts = [f"every {every} steps{f' from step {step}' if several else ''}" for every, step in section.cadence]
     return ", ".join(parts) or "not recorded"
@@ -75,8 +77,8 @@ def _side_by_side(sides: Sequence[Section]) -> str:
     def words(side: Section) -> str:
         if not side.alerts_on:
             return "no warnings recorded"
-        text = f"{len(side.alerts)} warning{'' if len(side.alerts) == 1 else 's'}"
-        return f"{text}. {verdict(side)}" if side.per_head and told(side) else text
+        text = warnings_text(side)
+        return f"{text}. {verdict(side)}" if side.per_head and side.heads_known else text
 
     rows = [
         ["size", *(size_text(side) for side in sides)],
@@ -128,11 +130,18 @@ def _difference(
     parts = [
         f'<details class="block"{" open" if opened else ""}><summary>{esc(part.title)}<span class="soft">{esc(unit)}; '
         f"B less A at the end, mean of the layers {signed(float(mean_of_heads(part.layers_end)))}</span></summary>",
-        _maps(entry, part, sides, series, rows),
     ]
+    for letter, side, one in zip("AB", sides, series, strict=True):
+        lost = lost_text(side, one)
+        parts += [note(f"Run {letter}: {lost}")] if lost else []
+    parts.append(_maps(entry, part, sides, series, rows))
     if len(part.common) > 1:
         count = part.layers_common.shape[1]
-        lines = [Line(part.layers_common[:, row], names[row], depth(row, count)) for row in range(count)]
+        lines = [
+            Line(part.layers_common[:, row], names[row], depth(row, count))
+            for row in range(count)
+            if np.isfinite(part.layers_common[:, row]).any()
+        ]
         label = f"{part.title}: difference over steps"
         parts.append(
             f"<figure><figcaption>B less A, mean of each layer, at the {len(part.common)} common steps; the first "
@@ -149,7 +158,7 @@ def _difference(
 def _maps(
     entry: Comparison, part: Difference, sides: Sequence[Section], series: Sequence[Series], rows: Sequence[Rows]
 ) -> str:
-    scale = scale_of(series[0].last, series[1].last)
+    scale = scale_of(series[0].last, series[1].last, limits=series[0].limits)
     figures, missing, absent = [], False, False
     for letter, side, one, called in zip("AB", sides, series, rows[:2], strict=True):
         exists = heads_of(side, one)
@@ -195,8 +204,9 @@ def _layers(entry: Comparison, part: Difference, series: Sequence[Series]) -> st
     common = _common_text(part, series)
     rows = []
     for place, pair in enumerate(entry.pairs):
-        if math.isfinite(part.layers_end[place]):
-            cells = [_pair(pair), *(number(float(end[row])) for end, row in zip(ends, pair, strict=True))]
+        figures = [float(end[row]) if row < len(end) else math.nan for end, row in zip(ends, pair, strict=True)]
+        if np.isfinite(figures).any() or np.isfinite(part.layers_common[:, place]).any():
+            cells = [_pair(pair), *map(number, figures)]
             cells.append(signed(float(part.layers_end[place])))
             cells.append(sparkline(part.layers_common[:, place], scale.low, scale.high))
             rows.append([*cells, signed(float(part.layers_common[-1, place]))] if common else cells)

@@ -21,7 +21,7 @@ _RULES = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI","Helvetica Neue",Arial,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:28px 24px 64px}
+main{max-width:1120px;margin:0 auto;padding:28px 24px 64px;overflow-wrap:anywhere}
 h1{font-size:26px;line-height:1.25;margin:0 0 4px;letter-spacing:-.01em}
 h2{font-size:20px;margin:44px 0 10px;padding-top:14px;border-top:2px solid var(--ink)}
 h3{font-size:16px;margin:30px 0 8px}
@@ -51,6 +51,7 @@ th.l,td.l{text-align:left}
 table.facts td:first-child{color:var(--soft);font-weight:600;white-space:nowrap;padding-right:20px}
 table.facts th{padding-right:20px}
 table.facts td{text-align:left;white-space:normal;vertical-align:top;overflow-wrap:anywhere}
+td code{display:inline-block;max-width:34em;white-space:normal}td code[title]{min-width:20em}
 td small{color:var(--soft)}
 ul.plain{list-style:none;padding:0;margin:8px 0}ul.plain li{margin:3px 0}
 details{margin:8px 0}
@@ -85,7 +86,7 @@ svg.spark path{fill:none;stroke:var(--accent);stroke-width:1.4;stroke-linecap:ro
 .bar{display:flex;flex-wrap:wrap;align-items:center;gap:4px 7px;font-size:12.5px;color:var(--soft);margin:6px 0 12px}
 .bar svg{flex:none}
 .key{margin-left:14px;display:inline-flex;gap:5px;align-items:center}
-#label{position:fixed;pointer-events:none;background:var(--ink);color:var(--ground);font-size:12.5px;line-height:1.35;padding:4px 9px;border-radius:5px;max-width:320px;z-index:9;overflow-wrap:anywhere}
+#label{position:fixed;pointer-events:none;background:var(--ink);color:var(--ground);font-size:12.5px;line-height:1.35;padding:4px 9px;border-radius:5px;max-width:320px;max-height:60vh;overflow:hidden;z-index:9;overflow-wrap:anywhere}
 footer{margin-top:52px;padding-top:12px;border-top:1px solid var(--line);font-size:13px;color:var(--soft)}
 @media(max-width:640px){main{padding:18px 14px 40px}h1{font-size:22px}.columns{gap:12px 20px}.tile{min-width:calc(50% - 5px)}.rule{padding:8px 12px}details.block{padding:2px 10px}}
 @media print{main{max-width:none;padding:0}nav{display:none}.rule,figure,tr,.tile{break-inside:avoid}h2,h3,h4{break-after:avoid}details.block{border:0;padding:0}.scroll{overflow:visible}body{font-size:12px}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}

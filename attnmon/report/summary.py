@@ -21,6 +21,8 @@ _VERSION = 1
 def report_json(runs: Sequence[RunData], comparisons: Sequence[Comparison]) -> bytes:
     """All of the report's figures as strict JSON: tables are ``[layer][head]``, what was not measured is null.
 
+    So is what was logged and is not finite, such as a loss that became NaN: its step is there.
+
     Returns:
         ``{"format", "version", "runs": [...], "comparisons": [...]}`` with the fields of `RunData` and what it holds,
         and of `Comparison`; figures with six significant digits.
@@ -62,6 +64,7 @@ def _section(section: Section) -> dict[str, Any]:
         "levels": section.levels,
         "notes": section.notes,
         "alerts_on": section.alerts_on,
+        "alerts_complete": not section.warned_without_records,
         "status": [
             {
                 "layer": layer,
@@ -85,7 +88,9 @@ def _series(series: Series) -> dict[str, Any]:
         "unit": series.unit,
         "samples": series.samples,
         "first": _figures(series.first),
+        "first_step": series.first_step.tolist(),
         "last": _figures(series.last),
+        "last_step": series.last_step.tolist(),
         "change": _figures(series.change),
         "low": _figures(series.low),
         "low_step": series.low_step.tolist(),

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 from attnmon.dashboard.names import short_number
 
-__all__ = ["NOTHING", "esc", "note", "number", "shortened", "signed", "table"]
+__all__ = ["NOTHING", "esc", "measured", "note", "number", "path_code", "short_path", "shortened", "signed", "table"]
 
 NOTHING = "\u2013"  # an en dash, for what was not measured
 _MINUS = "\u2212"
+_PATH = 72  # characters of a module path
 
 
 def esc(text: object) -> str:
@@ -35,7 +36,41 @@ def number(value: float | None) -> str:
     """
     if value is None or not math.isfinite(value):
         return NOTHING
+    value += 0.0  # minus 0 becomes 0
     return short_number(value).replace("-", _MINUS, 1) if value < 0 else short_number(value)
+
+
+def measured(value: float) -> str:
+    """A figure that was logged: one that is not finite is named, as a dash would mean that there is none.
+
+    Example:
+        >>> measured(0.12345), measured(float("nan")), measured(float("inf"))
+        ('0.123', 'NaN', 'infinite')
+    """
+    if math.isnan(value):
+        return "NaN"
+    return "infinite" if math.isinf(value) else number(value)
+
+
+def short_path(path: str) -> str:
+    """A module path where many have to find room: a very long one without its middle.
+
+    Example:
+        >>> short_path("h.0.attn")
+        'h.0.attn'
+    """
+    return path if len(path) <= _PATH else f"{path[: _PATH // 2]}\u2026{path[-_PATH // 2 :]}"
+
+
+def path_code(path: str) -> str:
+    """A module path for a table; the middle of a very long one is left to the pointer's label.
+
+    Example:
+        >>> path_code("h.0.attn")
+        '<code>h.0.attn</code>'
+    """
+    title = f' title="{esc(path)}"' if len(path) > _PATH else ""
+    return f"<code{title}>{esc(short_path(path))}</code>"
 
 
 def signed(value: float) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnmon.report.compare import compare
+from attnmon.report.data import RunData
 from attnmon.report.find import ReportError
 from attnmon.report.page import GENERATOR, report_html
 from attnmon.report.read import MAX_VALUES, read_run
@@ -47,14 +49,17 @@ def write_report(
             f"Expected `run_dirs` to be one folder or two, but got {len(folders)}. Compare more in pairs."
         )
     target = _target(output, page, len(folders))
-    runs = [read_run(folder, max_values=max_values) for folder in folders]
+    runs = _told_apart([read_run(folder, max_values=max_values) for folder in folders])
     if target is None:
         target = runs[0].folder / _NAMES[len(runs)]
     comparisons = []
     if len(runs) == 2:
         first, second = (run.sections for run in runs)
         comparisons = [compare(first[prefix], second[prefix]) for prefix in first if prefix in second]
-    json_path, page_path = target.with_suffix(".json"), target.with_suffix(".html")
+    # What was asked for keeps its spelling: .HTML will do.
+    page_path, json_path = (
+        target if target.suffix.lower() == suffix else target.with_suffix(suffix) for suffix in (".html", ".json")
+    )
     files = {json_path: report_json(runs, comparisons)}
     if page:
         files[page_path] = report_html(runs, comparisons).encode()
@@ -68,12 +73,25 @@ def write_report(
 def _target(output: str | os.PathLike[str] | None, page: bool, count: int) -> Path | None:
     if output is None:
         return None
+    if not str(output).strip():
+        raise ReportError("Expected `output` to be a folder or a file, but got an empty name; `.` is this folder.")
     path, suffix = Path(output), ".html" if page else ".json"
-    if path.suffix == suffix and not path.is_dir():
+    if path.suffix.lower() == suffix and not path.is_dir():
         return path
     if path.is_file() or (path.suffix and not path.is_dir() and not str(output).endswith(os.sep)):
         raise ReportError(f"Expected `output` to be a folder or a file that ends in {suffix}, but got {path}.")
     return path / _NAMES[count]
+
+
+def _told_apart(runs: list[RunData]) -> list[RunData]:
+    """Runs of one name, with as much of their paths as tells them apart."""
+    if len({run.name for run in runs}) == len(runs) or len({run.folder.resolve() for run in runs}) < len(runs):
+        return runs
+    parts = [run.folder.resolve().parts for run in runs]
+    count = len(Path(runs[0].name).parts)
+    while len({path[-count:] for path in parts}) < len(runs):
+        count += 1
+    return [replace(run, name=str(Path(*path[-count:]))) for run, path in zip(runs, parts, strict=True)]
 
 
 def _check_ours(path: Path) -> None:

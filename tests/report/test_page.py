@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from report.runs import Run
+from report.runs import Run, event_file
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
+from attnmon.records import tag_of
 from attnmon.report import ReportError, write_report
+from attnmon.report.curves import Line, curves, sparkline
 from attnmon.report.maps import Rows, Scale, colour_bar, heat_map, scale_of
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&</script>"
@@ -105,7 +109,7 @@ def test_json_holds_the_figures(tmp_path):
 def test_page_says_what_happened(tmp_path):
     page = _page(write_report(_rising(tmp_path / "run")))
     for part in (
-        "1 of 5 heads is under an alarm at the end of the run (1 warn), 1 was and recovered, 3 never gave a warning.",
+        "1 of 5 heads is under an alarm at the end of the run (1 warn), 1 was earlier and recovered, 3 never gave a ",
         "entropy rising 2 warnings",
         "What it means. Attention spreads toward uniform and stops selecting.",
         "Remedy. More heads (narrower ones)",
@@ -249,3 +253,219 @@ def test_one_run_or_two(plain):
     for count in (0, 3):
         with pytest.raises(ReportError, match=f"one folder or two, but got {count}"):
             write_report([plain] * count)
+
+
+def _died(folder: Path, **options) -> Path:
+    """Head 1 of layer 0 rises, and is not a number from step 40 on; layer 2 is never measured."""
+    run = Run(folder, **options)
+    for step in range(0, 60, 10):
+        rows = {0: [0.25, math.nan if step >= 40 else 0.5 + step / 100], 1: [math.nan if step >= 40 else 0.75]}
+        run.sample(step, {"entropy_normalized": {**rows, 2: [math.nan]}, "active_share": {0: [math.nan, math.nan]}})
+        run.writer.add_scalar("train_loss", math.nan if step >= 40 else 2.5, step)
+    return run.close()
+
+
+def test_a_head_that_died_is_said_to_have(tmp_path):
+    path = write_report(_died(tmp_path / "run"))
+    page, content = _page(path), _strict(path.with_suffix(".json"))
+    series = content["runs"][0]["sections"]["attn"]["quantities"]["entropy_normalized"]
+    assert series["last"] == [[0.25, None], [None, None], [None, None]]
+    assert series["last_step"] == [[50, 30], [30, -1], [-1, -1]]
+    assert series["layers"]["last"] == [0.25, None, None]
+    assert "No figure at the last sample, though there were some up to step 30: 2 heads [layer 1 " in page.text
+    assert "1 h.1.attn 0.75 \u2013 \u2013 0.75 (head 0, step 0) 0.75 (head 0, step 0)" in page.text
+    assert "0.25 (head 0, step 0) 0.8 (head 1, step 30)" in page.text
+    assert "0 1 0.5 0.8" not in page.text  # among the heads that changed most from first to last
+
+
+def test_a_first_figure_says_where_it_is_from(tmp_path):
+    run = Run(tmp_path)
+    for step in (0, 10, 20):
+        run.sample(step, {"entropy_normalized": {0: [0.25, math.nan if step < 10 else 0.5]}})
+    page = _page(write_report(run.close()))
+    assert "0 h.0.attn 0.375 (up to step 10) 0.375" in page.text
+    assert "0 1 0.5 (step 10) 0.5 0" in page.text
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_runs_with_gaps_are_compared(tmp_path, samples):
+    """A layer, a quantity and a head without any figure, and one head that has none at the end."""
+    other = Run(tmp_path / "b")
+    for step in range(0, 10 * samples, 10):
+        other.sample(step, {"entropy_normalized": {0: [0.5, 0.5], 1: [0.5], 2: [0.5]}, "active_share": {0: [0.5, 0.5]}})
+    a, b = _died(tmp_path / "a"), other.close()
+    for runs in ([a, a], [a, b], [b, a]):
+        path = write_report(runs, tmp_path / "out.html")
+        page = _page(path)
+        assert "B less A" in page.text
+        assert ("Run A: No figure at the last sample" in page.text) == (runs[0] == a)
+        assert ("Run B: No figure at the last sample" in page.text) == (runs[1] == a)
+        _strict(path.with_suffix(".json"))
+    page = _page(write_report([a, b], tmp_path / "out.html"))
+    assert "1 \u2013 0.5 \u2013" in page.text  # the row of layer 1 stays, though it has no difference
+
+
+def test_a_chart_of_nothing_is_empty():
+    nothing = np.full(3, np.nan)
+    for picture in (
+        curves(np.array([0, 10, 20]), [Line(nothing, "a")], label="x", band=(nothing, nothing)),
+        curves(np.array([], dtype=np.int64), [Line(np.array([]), "a")], label="x"),
+        sparkline(nothing, 0.0, 1.0),
+    ):
+        assert 'd=""' in picture
+
+
+def test_a_loss_that_is_not_a_number_is_called_so(tmp_path):
+    page = _page(write_report(_died(tmp_path)))
+    assert "train_loss 2.5 at step 0, NaN at step 50; not finite 2 times, from step 40 on" in page.text
+
+
+def test_a_validation_shows_no_cadence(tmp_path):
+    run = Run(tmp_path, prefix="attn_val", source="validation", every_n_steps=5)
+    run.samples((0, 7), lambda *_: 0.2, {0: 2})
+    page = _page(write_report(run.close()))
+    assert "every 5 steps" not in page.text
+    assert "cadence when validations ran" in page.text
+
+
+_NOT_HERE = "the warnings themselves are not in these files"
+
+
+def test_counts_without_warnings_are_no_clean_bill(tmp_path):
+    """As the CSV logger keeps them: scalars only."""
+    a, b = _rising(tmp_path / "a", tensors=False), _rising(tmp_path / "b", tensors=False, per_head=True)
+    for folder in (a, b):
+        path = write_report(folder)
+        page = _page(path)
+        assert page.text.count(_NOT_HERE) == 2  # at the health and at the list
+        for words in ("0 warnings", "None is recorded", "never warned", "never gave a warning"):
+            assert words not in page.text, words
+        assert "entropy rising \u2013 1 (step 70) 1" in page.text
+        assert _strict(path.with_suffix(".json"))["runs"][0]["sections"]["attn"]["alerts_complete"] is False
+    page = _page(write_report([a, b]))
+    assert f"health {_NOT_HERE} {_NOT_HERE}" in page.text
+    assert "never gave a warning" not in page.text
+
+
+def _spoiled(folder: Path, which: int) -> Path:
+    """`_rising` with one, or all (-1), of its records of warnings broken."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    path = event_file(_rising(folder))
+    events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
+    found = [value for event in events for value in event.summary.value if value.tag == tag_of("warnings")]
+    assert len(found) == 3  # at the first sample and with each warning
+    for value in found if which < 0 else found[which : which + 1]:
+        value.tensor.string_val[0] = b"{"
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        for event in events:
+            writer.write(event.SerializeToString())
+    return folder
+
+
+@pytest.mark.parametrize("which", [-1, 1])
+def test_warnings_that_could_not_be_read_are_no_clean_bill(tmp_path, which):
+    page = _page(write_report(_spoiled(tmp_path / "run", which)))
+    assert "the rules were off" not in page.text
+    assert ("3 records of" if which < 0 else "The record of") in page.text
+    assert "left out" in page.text
+    assert "Which heads are or were under alarm is not fully known" in page.text
+    assert (_NOT_HERE if which < 0 else "These are not all: others are not in these files") in page.text
+    assert "never warned" not in page.text
+    assert "never gave a warning" not in page.text
+    assert ("at least 1 warning" in page.text) == (which == 1)
+
+
+def test_without_a_recovery_none_is_spoken_of(tmp_path):
+    run = Run(tmp_path)
+    run.samples((0, 10), lambda *_: 0.2, {0: 2})
+    page = _page(write_report(run.close()))
+    assert "0 of 2 heads are under an alarm at the end of the run, 2 never gave a warning." in page.text
+
+
+def test_where_all_heads_warned_none_never_did(tmp_path):
+    run = Run(tmp_path)
+    run.samples(range(0, 100, 10), lambda step, layer, head: 0.2 if step < 50 else 0.9, {0: 2})
+    page = _page(write_report(run.close()))
+    assert "2 of 2 heads are under an alarm at the end of the run (2 warn)." in page.text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, plain):
+    places = [tmp_path / side / "logs" / "version_0" for side in ("left", "right")]
+    for place in places:
+        shutil.copytree(plain, place)
+    path = write_report(places, tmp_path / "out.html")
+    names = [str(Path(side, "logs", "version_0")) for side in ("left", "right")]
+    assert f"<title>Attention of {names[0]} and {names[1]}</title>" in path.read_text(encoding="utf-8")
+    assert [run["name"] for run in _strict(path.with_suffix(".json"))["runs"]] == names
+    path = write_report([places[0], plain], tmp_path / "out.html")
+    assert "Attention of version_0 and plain" in _page(path).text
+    path = write_report([places[0], places[0].parent / ".." / "logs" / "version_0"], tmp_path / "out.html")
+    assert "Attention of version_0 and version_0" in _page(path).text  # there is nothing to tell apart
+
+
+def test_a_very_long_path_is_cut_in_tables_and_wraps_elsewhere(tmp_path):
+    long = "block." * 400 + "attn"
+    run = Run(tmp_path, paths={0: long})
+    run.samples(range(0, 100, 10), lambda step, layer, head: 0.9 if step >= 50 and head else 0.2, {0: 2, 1: 1})
+    path = write_report(run.close())
+    page = _page(path)
+    assert "head 1 of layer 0 (block.block.block.block.block.block.\u2026" in page.text
+    titled = [attributes for tag, attributes in page.opened if tag == "code" and attributes.get("title") == long]
+    assert titled
+    assert page.text.count(long) <= 5  # the warnings, and once what was watched
+    style = path.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    assert re.search(r"main\{[^}]*overflow-wrap:anywhere", style)
+    assert re.search(r"td code\{[^}]*white-space:normal", style)
+
+
+def test_colours_go_from_end_to_end_of_what_a_quantity_can_be(tmp_path):
+    run = Run(tmp_path)
+    for step in (0, 10):
+        values = {0: [0.3, 0.4]}
+        run.sample(step, {"entropy_normalized": values, "score_max": values, "mine": values})
+    folder = run.close()
+    assert _bars(write_report(folder)) == [("0", "1"), ("0", "0.4"), ("0.3", "0.4")]
+    assert _bars(write_report([folder, folder]))[:2] == [("0", "1"), ("0", "0")]
+
+
+def _bars(path: Path) -> list[tuple[str, str]]:
+    """Ends of the colour scales."""
+    found = re.findall(r'<p class="bar"><span>(.+?)</span>.*?<span>([^ ]+?)(?: .*?)?</span>', path.read_text("utf-8"))
+    return [(low, high) for low, high in found if "<" not in low]
+
+
+def test_a_figure_beyond_the_limits_is_said_to_be(tmp_path):
+    values = np.float32([0.2, 0.4])
+    assert scale_of(values, limits=(0.0, 1.0)) == Scale(0.0, 1.0)
+    assert scale_of(values, limits=(0.0, None)) == Scale(0.0, pytest.approx(0.4))
+    assert scale_of(np.float32([-0.5, 1.00001]), limits=(0.0, 1.0)) == Scale(0.0, 1.0, below=True)
+    assert scale_of(np.float32([np.nan]), limits=(1.0, None)) == Scale(1.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["page.HTML", "page.Html"])
+def test_the_letters_of_a_suffix_may_be_large(plain, tmp_path, name):
+    assert write_report(plain, tmp_path / name) == tmp_path / name
+    assert (tmp_path / "page.json").exists()
+    assert write_report(plain, tmp_path / "page.JSON", page=False) == tmp_path / "page.JSON"
+
+
+def test_an_empty_name_is_no_folder(plain, tmp_path, monkeypatch):
+    """As an unset variable of a shell gives it: nothing must be read or written where one happens to be."""
+    monkeypatch.chdir(plain)
+    before = sorted(plain.iterdir())
+    for empty in ("", " "):
+        with pytest.raises(ReportError, match="`output` .* empty name"):
+            write_report(plain, empty)
+        with pytest.raises(ReportError, match="`run_dir` .* empty name"):
+            write_report(empty)
+    assert sorted(plain.iterdir()) == before
+
+
+def test_a_time_that_no_calendar_has_is_not_recorded(tmp_path):
+    run = Run(tmp_path)
+    run.samples((0,), lambda *_: 0.2, {0: 2})
+    run.writer.add_scalar("train_loss", 1.0, 0, walltime=1e300)
+    assert "recorded not recorded" in _page(write_report(run.close())).text

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from attnmon.alerts import AlertEngine, AlertRules, EntropyRise
 from attnmon.records import metadata, tag_of
-from attnmon.report import ReportError, read_run
+from attnmon.report import ReportError, read_run, write_report
 
 
 def _add(writer: SummaryWriter, tag: str, value: object, step: int, content: bytes, plugin: str = "attnmon") -> None:
@@ -59,7 +59,8 @@ def test_what_was_not_measured_is_nan_and_left_out_of_every_figure(tmp_path):
     section = read_run(run.close()).sections["attn"]
     series = section.quantities["entropy_normalized"]
     assert series.first[0, 0] == pytest.approx(0.4)
-    assert series.last[0, 0] == pytest.approx(0.2)
+    assert np.isnan(series.last[0, 0])  # not measured at the end: 0.2 is the figure of step 20
+    assert (series.first_step[0, 0], series.last_step[0, 0], series.last_step[0, 1]) == (10, 20, -1)
     assert (series.low_step[0, 0], series.high_step[0, 0], series.low_step[0, 1]) == (20, 10, -1)
     assert np.isnan(series.first[0, 1])
     assert section.exists.tolist() == [[True, True], [True, False]]  # not measured is there, beyond the layer is not
@@ -373,3 +374,208 @@ def test_what_holds_no_run_is_named(tmp_path, plain):
         read_run(tmp_path / "other")
     with pytest.raises(ValueError, match="max_values"):
         read_run(plain, max_values=0)
+
+
+def test_a_head_that_died_has_no_last_figure(tmp_path):
+    run = Run(tmp_path)
+    for step, dead in ((0, 0.3), (10, 0.4), (20, math.nan)):
+        run.sample(step, {"entropy_normalized": {0: [dead, 0.5], 1: [dead]}})
+    series = read_run(run.close(), max_values=1).sections["attn"].quantities["entropy_normalized"]
+    np.testing.assert_allclose(series.last, [[np.nan, 0.5], [np.nan, np.nan]], atol=1e-6)
+    assert series.last_step.tolist() == [[10, 20], [10, -1]]
+    assert series.lost == {0: [0], 1: [0]}
+    assert np.isnan(series.change[0, 0])
+
+
+def _warned_and_gone_back(folder: Path, *, scalars: bool) -> Path:
+    """A run that warned at step 50, resumed from 10 without rules, and with no scalars but its cost, or none."""
+    first = Run(folder, suffix=".a")
+    first.samples((20, 30, 40, 50), lambda step, layer, head: 0.2 if step < 30 else 0.9, {0: 2})
+    first.close()
+    second = Run(folder, suffix=".b", scalars=False, judged=False)
+    for step in (10, 20):
+        second.samples((step,), lambda *_: 0.5, {0: 2})
+        if scalars:
+            second.writer.add_scalar("attn/monitor/seconds", 0.1, step)
+    return second.close()
+
+
+@pytest.mark.parametrize("scalars", [True, False])
+def test_rules_are_not_on_by_what_is_void(tmp_path, scalars):
+    section = read_run(_warned_and_gone_back(tmp_path, scalars=scalars)).sections["attn"]
+    assert section.quantities["entropy_normalized"].steps.tolist() == [10, 20]
+    assert section.counts == {}
+    assert section.alerts_on is False
+    assert list(section.cost) == (["seconds"] if scalars else [])
+
+
+def test_a_validation_has_no_cadence(tmp_path):
+    run = Run(tmp_path, prefix="attn_val", source="validation", every_n_steps=5)
+    run.samples((0, 7), lambda *_: 0.2, {0: 2})
+    run.close()
+    run = Run(tmp_path, suffix=".b")
+    run.samples((0, 10), lambda *_: 0.2, {0: 2})
+    record = {"version": 1, "layers": [], "not_measured": {}, "source": "probe", "every_n_steps": None, "levels": []}
+    _add(run.writer, tag_of("run"), json.dumps(record).encode(), 10, metadata("run"))
+    found = read_run(run.close())
+    assert found.notes == ()
+    assert found.sections["attn_val"].cadence == ()
+    assert found.sections["attn"].cadence == ((10, 0),)
+    assert found.sections["attn"].source == "probe"
+
+
+_RUN = {"version": 1, "not_measured": {}, "source": "train", "every_n_steps": 10, "levels": []}
+_LAYER = {"number": 0, "path": "h.0.attn", "heads": 2, "temperature": 8.0}
+_ALERT = {
+    "step": 0, "rule": "entropy_rise", "title": "t", "severity": "warn", "heads": {"0": [1]}, "layers": {"0": "p"},
+    "since": 0, "samples": 3, "summary": "s", "remedy": "r",
+    "evidence": [
+        {
+            "quantity": "entropy_normalized", "label": "e", "heads": {"0": [1]}, "figures": {"0": [0.9]},
+            "baselines": {"0": [None]}, "limits": {"0": [0.8]}, "limit_text": "l",
+        }
+    ],
+}  # fmt: skip
+
+
+def _warned(**changes: object) -> dict:
+    return {"version": 1, "step": 0, "alerts": [{**_ALERT, **changes}], "alarmed": {"entropy_rise": {"0": [1]}}}
+
+
+def _evidence(**changes: object) -> dict:
+    return _warned(evidence=[{**_ALERT["evidence"][0], **changes}])
+
+
+_BROKEN = {
+    "deep": ("run", "[" * 100_000),
+    "layer": ("run", {**_RUN, "layers": [{**_LAYER, "number": 1_000_000_000}]}),
+    "layer_below_0": ("run", {**_RUN, "layers": [{**_LAYER, "number": -1}]}),
+    "half_a_layer": ("run", {**_RUN, "layers": [{**_LAYER, "number": 0.5}]}),
+    "infinite_layer": ("run", json.dumps({**_RUN, "layers": [{**_LAYER, "number": 7}]}).replace("7", "1e999")),
+    "heads": ("run", {**_RUN, "layers": [{**_LAYER, "heads": 2_000_000_000}]}),
+    "temperature": ("run", {**_RUN, "layers": [{**_LAYER, "temperature": 10**400}]}),
+    "cadence": ("run", {**_RUN, "layers": [_LAYER], "every_n_steps": 10**30}),
+    "level": ("run", {**_RUN, "layers": [], "levels": [{"limit": 10**400, "rule": "", "title": "", "quantity": ""}]}),
+    "half_a_letter": ("run", {**_RUN, "layers": [{**_LAYER, "path": "\ud800"}]}),
+    "warned_head": ("warnings", _warned(heads={"0": [2]})),
+    "warned_layer": ("warnings", _warned(heads={"7": [0]})),
+    "layer_path": ("warnings", _warned(layers={"-1": "p"})),
+    "since": ("warnings", _warned(since=10**400)),
+    "figure_is_a_text": ("warnings", _evidence(figures={"0": ["0.9"]})),
+    "large_figure": ("warnings", _evidence(limits={"0": [10**400]})),
+    "evidence_head": ("warnings", _evidence(heads={"0": [10**30]})),
+    "alarmed_head": ("warnings", {**_warned(), "alarmed": {"entropy_rise": {"0": [999_999]}}}),
+    "alarmed_below_0": ("warnings", {**_warned(), "alarmed": {"entropy_rise": {"0": [-1]}}}),
+    "half_a_letter_of_a_rule": ("warnings", {**_warned(), "alarmed": {"\udfff": {"0": [1]}}}),
+}
+
+
+@pytest.mark.parametrize("case", _BROKEN)
+def test_records_beyond_all_bounds_are_named_and_left_out(tmp_path, case):
+    """And the report is written: nothing of them reaches it."""
+    kind, record = _BROKEN[case]
+    run = Run(tmp_path)
+    run.samples((0,), lambda *_: 0.2, {0: 2, 1: 1})
+    content = record if isinstance(record, str) else json.dumps(record)
+    _add(run.writer, tag_of(kind), content.encode(), 10, metadata(kind))
+    found = read_run(run.close())
+    section = found.sections["attn"]
+    (note,) = found.notes
+    assert f"The record of {tag_of(kind)!r} at step 10 was left out" in note
+    assert len(note) < 400
+    assert (list(section.layers), section.exists.sum(), section.status()) == ([0, 1], 3, {})
+    assert section.unread == (kind == "warnings")
+    assert write_report(tmp_path).exists()
+
+
+def test_a_record_at_the_bounds_is_taken(tmp_path):
+    """The records above are broken in one place only."""
+    run = Run(tmp_path)
+    run.samples((0,), lambda *_: 0.2, {0: 2, 1: 1})
+    _add(run.writer, tag_of("run"), json.dumps({**_RUN, "layers": [_LAYER]}).encode(), 10, metadata("run"))
+    _add(run.writer, tag_of("warnings"), json.dumps(_warned()).encode(), 10, metadata("warnings"))
+    found = read_run(run.close())
+    assert found.notes == ()
+    assert list(found.sections["attn"].status()) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"limits": [0, 10**400]}, {"limits": 7}, {"limits": [1]}, {"limits": [{}, 2]}, {"limits": [1.0, 0.0]}],
+)
+def test_broken_ends_of_a_scale_give_way_to_the_known_ones(tmp_path, changes):
+    run = Run(tmp_path)
+    content = json.dumps({**json.loads(metadata("heads", quantity="entropy_normalized")), **changes}).encode()
+    _add(run.writer, tag_of("heads", quantity="entropy_normalized"), np.zeros((1, 2), np.float32), 0, content)
+    series = read_run(run.close()).sections["attn"].quantities["entropy_normalized"]
+    assert series.limits == (0.0, 1.0)
+
+
+def test_a_broken_shape_does_not_fill_the_memory(plain):
+    writer = SummaryWriter(plain, filename_suffix=".x")
+    summary = Summary()
+    tag = tag_of("heads", quantity="entropy_normalized")
+    tensor = make_tensor_proto(np.float32([[1.0]]))
+    tensor.ClearField("tensor_content")
+    tensor.float_val.append(1.0)
+    for dim in tensor.tensor_shape.dim:
+        dim.size = 10**7
+    summary.value.add(tag=tag, tensor=tensor)
+    writer._get_file_writer().add_summary(summary, 30)
+    writer.close()
+    run = read_run(plain)
+    assert run.sections["attn"].quantities["entropy_normalized"].steps.tolist() == [0, 10, 20]
+    assert "says that it has 100000000000000 figures" in run.notes[0]
+
+
+def test_somebody_elses_sample_adds_no_heads(tmp_path):
+    """Nor does a figure beyond the heads of a layer."""
+    run = Run(tmp_path)
+    run.samples((0, 10, 20), lambda *_: 0.2, {0: 2, 1: 4})
+    tag = tag_of("heads", quantity="entropy_normalized")
+    for step, shape in ((30, (5, 12)), (40, (2, 4))):
+        content = metadata("heads", quantity="entropy_normalized")
+        _add(run.writer, tag, np.ones(shape, np.float32), step, content)
+    section = read_run(run.close()).sections["attn"]
+    series = section.quantities["entropy_normalized"]
+    assert section.exists.tolist() == [[True, True, False, False], [True] * 4]
+    assert series.steps.tolist() == [0, 10, 20, 40]
+    np.testing.assert_array_equal(series.last, np.float32([[1, 1, np.nan, np.nan], [1, 1, 1, 1]]))
+    assert f"1 of 5 samples of {tag!r} were left out" in section.notes[0]
+
+
+def test_a_record_that_fits_no_sample_takes_nothing_away(tmp_path):
+    run = Run(tmp_path)
+    tag, content = tag_of("heads", quantity="entropy_normalized"), metadata("heads", quantity="entropy_normalized")
+    _add(run.writer, tag_of("run"), json.dumps({**_RUN, "layers": [_LAYER]}).encode(), 0, metadata("run"))
+    for step in (0, 10):
+        _add(run.writer, tag, np.ones((2, 4), np.float32), step, content)
+    section = read_run(run.close()).sections["attn"]
+    assert section.exists.sum() == 8
+    assert "fewer layers or heads" in section.notes[0]
+
+
+def test_a_loss_that_is_not_a_number_is_kept_from_csv_too(tmp_path):
+    (tmp_path / "metrics.csv").write_text("attn/entropy/layer_00,step,train_loss\n1.5,0,2.0\n1.4,10,nan\n")
+    run = read_run(tmp_path)
+    assert run.loss is not None
+    np.testing.assert_array_equal(run.loss.values, [2.0, np.nan])
+
+
+def test_rules_that_fell_silent_say_nothing_of_the_end(tmp_path):
+    first = Run(tmp_path, suffix=".a")
+    first.samples(range(0, 60, 10), lambda *_: 0.2, {0: 2})
+    first.close()
+    assert read_run(tmp_path).sections["attn"].notes == ()
+    second = Run(tmp_path, suffix=".b", scalars=False, judged=False)
+    second.samples(range(40, 100, 10), lambda *_: 0.2, {0: 2})
+    notes = read_run(second.close()).sections["attn"].notes
+    assert "last heard of at step 30, though the samples go on to step 90" in notes[1]
+
+
+def test_warnings_of_a_later_version_are_not_none(tmp_path):
+    run = Run(tmp_path, scalars=False, judged=False)
+    run.samples((0, 10), lambda *_: 0.2, {0: 2})
+    _add(run.writer, tag_of("warnings"), b"{}", 10, b'{"version":99,"kind":"warnings","prefix":"attn"}')
+    section = read_run(run.close()).sections["attn"]
+    assert (section.unread, section.alerts_on, section.heads_known) == (1, True, False)
