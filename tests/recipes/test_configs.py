@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
 RECIPES = {
+    "alert_benchmark": "alert_benchmark",
     "finetune": "finetune",
     "figures": "reproduce_figures",
     "compare_normalizers": "compare_normalizers",
@@ -35,7 +36,7 @@ def header_command(config: Path) -> list[str]:
 
 
 def test_configs_are_found() -> None:
-    assert len(CONFIGS) >= 9
+    assert len(CONFIGS) >= 11
     assert sorted(CONFIGS) == sorted(config for folder in RECIPES for config in of(folder))  # each one is run below
 
 
@@ -168,3 +169,20 @@ def test_three_trainers(config: Path, text_file: Path) -> None:
     options = [f"--text={text_file}", "--steps=3", "--every_n_steps=2", "--batch_size=2", "--context=32", "--rows=8"]
     run = run_header(config, *options)
     assert "figures, to the last digit, at steps 0, 2." in run.stdout
+
+
+@pytest.mark.parametrize("config", of("alert_benchmark"), ids=str)
+def test_alert_benchmark(config: Path, tmp_path: Path, text_file: Path) -> None:
+    written = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
+    options = ["--families=growth_head,inf_head", "--score_seeds=[100]", "--steps=10", f"--output={tmp_path}"]
+    if written["tune_seeds"]:
+        options += ["--tune_seeds=[0]", f"--text={text_file}", "--jobs=1"]
+    run = run_header(config, *options)
+    assert not run.stderr, run.stderr
+    for title in ("Kinds of failure", "Families", "Signals of", "Misses and false alarms"):
+        assert title in run.stdout
+    runs = 12 if written["tune_seeds"] else 3  # two planted families and their twin, two texts and two seeds
+    assert len(list((tmp_path / "runs").glob("*.npz"))) == runs
+    assert f"{runs} of {runs}: " in run.stdout
+    assert (tmp_path / "results.md").is_file()
+    assert (tmp_path / "results.json").is_file()

@@ -1,0 +1,299 @@
+"""What alert_benchmark.py trains: healthy runs, and the same runs with something planted in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+__all__ = ["CONTROL", "FAMILIES", "KINDS", "RULES_OF", "Family", "Plant", "Setup", "twin"]
+
+CONTROL = "control"
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "collapse": "P1 entropy collapse with damage to the loss",
+        "growth": "P2 score growth without damage at once",
+        "uniform": "P3 drift to uniform attention",
+        "sharp": "P4 softmax too sharp",
+        "nonfinite": "P5 non-finite scores",
+        CONTROL: "healthy",
+    }
+)
+
+_SCORES = frozenset({"score_growth", "entropy_collapse"})
+RULES_OF: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "collapse": _SCORES,
+        "growth": _SCORES,
+        "uniform": frozenset({"entropy_rise", "uniform_drift", "uniform_saturation", "separability_loss"}),
+        "sharp": _SCORES | {"sharp_temperature", "jacobian_bound"},
+        "nonfinite": frozenset({"nonfinite"}),
+        CONTROL: frozenset(),
+    }
+)
+"""Kind of failure -> rules whose alert names it. Scores grow and a softmax gets too sharp in the same figures."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is made and trained, healthy.
+
+    Attributes:
+        layers: Transformer blocks.
+        heads: Per layer.
+        width: Of the residual stream.
+        context: Bytes per sequence.
+        norm: Whether layer norm comes before each sub-layer or after its residual sum.
+        dropout: Of weights and sub-layers.
+        query_key_norm: ``"rms"`` normalises queries and keys, T stays; ``"cosine"`` to unit length, T = 0.1.
+        positions: How the model knows them.
+        gpt2: The model is transformers' GPT-2 rather than the one of this recipe.
+        rate: Peak learning rate of AdamW.
+        warmup: Steps of its linear rise.
+        cosine: Whether it falls afterwards, as a cosine to a tenth; else it stays.
+        batch: Sequences per step.
+        steps: Optimizer steps.
+        every: Steps between two samples.
+        source: What is sampled: held-out sequences in eval mode, or the training batch.
+        pretrained: Steps on the same text before the run begins, at ``pretrained_rate``.
+        pretrained_rate: Peak learning rate of these.
+        other_text: The run itself is on the other text.
+    """
+
+    layers: int = 2
+    heads: int = 4
+    width: int = 64
+    context: int = 64
+    norm: Literal["pre", "post"] = "pre"
+    dropout: float = 0.0
+    query_key_norm: Literal["", "rms", "cosine"] = ""
+    positions: Literal["learned", "rotary"] = "learned"
+    gpt2: bool = False
+    rate: float = 3e-3
+    warmup: int = 20
+    cosine: bool = False
+    batch: int = 8
+    steps: int = 300
+    every: int = 5
+    source: Literal["probe", "train"] = "probe"
+    pretrained: int = 0
+    pretrained_rate: float = 3e-3
+    other_text: bool = False
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What is done to a run.
+
+    Attributes:
+        what: ``rate`` multiplies the learning rate, ``no_warmup`` as well and without a rise before it;
+            ``query_key_rate`` multiplies that of query and key projections; ``query_key_size`` multiplies their
+            weights once, ``query_key_growth`` at every step; ``query_key_decay`` sets their weight decay;
+            ``temperature`` multiplies T; ``inf``, ``nan`` and ``fp16`` (queries that leave the range of float16 while
+            the scores stay as they are) reach the scores; ``context`` multiplies the length of the sequences.
+        step: Before which it begins.
+        size: By how much.
+        layers: Where; None: everywhere.
+        heads: Where in these layers; None: everywhere.
+        over: Steps in which ``temperature`` gets there, in equal ratios; 0: at once.
+        hidden: NaN in outputs and gradients becomes 0, so that the loss does not show it.
+    """
+
+    what: Literal[
+        "rate",
+        "no_warmup",
+        "query_key_rate",
+        "query_key_size",
+        "query_key_growth",
+        "query_key_decay",
+        "temperature",
+        "inf",
+        "nan",
+        "fp16",
+        "context",
+    ]
+    step: int
+    size: float = 1.0
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    over: int = 0
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """Runs that differ in seed and text only.
+
+    Attributes:
+        name: Its name.
+        kind: Key of `KINDS`.
+        setup: The healthy run.
+        plant: What is done to it; a control may have one that does no harm.
+        unseen: Whether it is scored only, and no rule may be tuned on it.
+        also: Another kind that a run may turn into: without warm-up, a post-norm model's heads collapse or go flat.
+    """
+
+    name: str
+    kind: str
+    setup: Setup
+    plant: Plant | None = None
+    unseen: bool = False
+    also: str = CONTROL
+
+    def heads(self) -> dict[int, tuple[int, ...]]:
+        """Layer -> heads in which something is planted, of all heads there are.
+
+        Non-finite scores that are not hidden reach every weight with the gradient of their first step.
+        """
+        if self.plant is None or self.kind == CONTROL:
+            return {}
+        everywhere = self.kind == "nonfinite" and not self.plant.hidden
+        layers = range(self.setup.layers) if self.plant.layers is None or everywhere else self.plant.layers
+        heads = tuple(range(self.setup.heads)) if self.plant.heads is None or everywhere else self.plant.heads
+        return dict.fromkeys(layers, heads)
+
+    def rules(self) -> frozenset[str]:
+        """Rules whose alert names what is planted."""
+        return RULES_OF[self.kind] | RULES_OF[self.also]
+
+
+_BASE = Setup()
+_DEEP = Setup(layers=4, width=48)
+_POST = Setup(layers=3, norm="post", warmup=60, rate=2e-3)
+_ROTARY = Setup(layers=3, positions="rotary")
+_RMS = Setup(query_key_norm="rms", positions="rotary")
+_DROPOUT = Setup(dropout=0.1)
+_TUNED = Setup(pretrained=300, rate=1e-3, warmup=10, steps=200)
+_POST_ROTARY = Setup(layers=4, width=48, norm="post", positions="rotary", dropout=0.1, warmup=60, rate=2e-3)
+_GPT2 = Setup(gpt2=True, dropout=0.1)
+_TRAIN = Setup(layers=3, source="train", dropout=0.1)
+_RARE = Setup(every=50, steps=900)
+_OTHER = replace(_TUNED, other_text=True)
+
+
+def _controls() -> list[Family]:
+    tuned = {
+        "plain": _BASE,
+        "deep": _DEEP,
+        "post_norm": _POST,
+        "rotary": _ROTARY,
+        "rms_qk_norm": _RMS,
+        "dropout": _DROPOUT,
+        "half_rate": replace(_BASE, rate=1.5e-3),
+        "double_rate": replace(_BASE, rate=6e-3),
+        "no_warmup": replace(_BASE, warmup=0),
+        "context_256": replace(_BASE, context=256, batch=2),
+        "tune_slow": replace(_TUNED, rate=3e-4),
+        "tune": _TUNED,
+        "tune_fast": replace(_TUNED, rate=3e-3),
+    }
+    unseen = {
+        "post_norm_rotary_dropout": _POST_ROTARY,
+        "gpt2": _GPT2,
+        "wide": replace(_BASE, width=128, heads=8, rate=2e-3, steps=200),
+        "narrow": replace(_BASE, width=32, heads=2),
+        "one_layer": replace(_BASE, layers=1),
+        "six_layers": replace(_BASE, layers=6, width=48, steps=200),
+        "long": replace(_BASE, steps=1500, every=10, cosine=True),
+        "cosine_schedule": replace(_ROTARY, cosine=True),
+        "rms_qk_norm_fast": replace(_RMS, rate=6e-3, positions="learned"),
+        "rotary_no_warmup": replace(_ROTARY, warmup=0, rate=4e-3),
+        "cosine_attention": replace(_BASE, query_key_norm="cosine"),
+        "sampled_in_training": _TRAIN,
+        "every_50": _RARE,
+        "tune_other_slow": replace(_OTHER, rate=3e-4),
+        "tune_other": _OTHER,
+        "tune_other_fast": replace(_OTHER, rate=3e-3),
+    }
+    longer = Plant("context", 200, 2.0)
+    return [
+        *(Family(name, CONTROL, setup) for name, setup in tuned.items()),
+        Family("longer_context", CONTROL, replace(_ROTARY, context=32), longer),
+        *(Family(name, CONTROL, setup, unseen=True) for name, setup in unseen.items()),
+        Family("longer_context_learned", CONTROL, replace(_BASE, context=32), longer, unseen=True),
+    ]
+
+
+def _planted() -> list[Family]:
+    return [
+        # P1
+        Family("rate_from_start", "collapse", _BASE, Plant("rate", 0, 30.0)),
+        Family("rate_jump", "collapse", _BASE, Plant("rate", 152, 50.0)),
+        Family("huge_query_key_init", "collapse", _BASE, Plant("query_key_size", 0, 8.0)),
+        Family("post_norm_no_warmup", "collapse", _POST, Plant("no_warmup", 0, 20.0), also="uniform"),
+        # P2
+        Family("query_key_rate", "growth", _BASE, Plant("query_key_rate", 102, 20.0)),
+        Family("growth_model", "growth", _DEEP, Plant("query_key_growth", 102, 1.008)),
+        Family("growth_layer", "growth", _ROTARY, Plant("query_key_growth", 102, 1.01, layers=(1,))),
+        Family("growth_head", "growth", _BASE, Plant("query_key_growth", 102, 1.015, layers=(1,), heads=(2,))),
+        # P3
+        Family("decay_model", "uniform", _BASE, Plant("query_key_decay", 152, 10.0)),
+        Family("hot_model", "uniform", _BASE, Plant("temperature", 152, 30.0)),
+        Family("hot_layers", "uniform", _DEEP, Plant("temperature", 152, 20.0, layers=(1, 2))),
+        Family("hot_head", "uniform", _ROTARY, Plant("temperature", 152, 50.0, layers=(1,), heads=(0,))),
+        # P4
+        Family("sharp_model", "sharp", _BASE, Plant("temperature", 152, 0.1)),
+        Family("sharp_layer", "sharp", _DEEP, Plant("temperature", 152, 1 / 30, layers=(2,))),
+        Family("sharp_head", "sharp", _ROTARY, Plant("temperature", 152, 1 / 30, layers=(1,), heads=(3,))),
+        Family("sharp_ramp", "sharp", _DROPOUT, Plant("temperature", 102, 1 / 30, over=150)),
+        Family("sharp_from_start", "sharp", _BASE, Plant("temperature", 0, 1 / 30)),
+        # P5
+        Family("inf_head", "nonfinite", _BASE, Plant("inf", 102, layers=(1,), heads=(1,), hidden=True)),
+        Family("nan_head", "nonfinite", _POST, Plant("nan", 102, layers=(0,), heads=(3,), hidden=True)),
+        Family("nan_in_loss", "nonfinite", _BASE, Plant("nan", 102, layers=(1,), heads=(0,))),
+        Family("fp16_head", "nonfinite", _BASE, Plant("fp16", 102, 1.3, layers=(0,), heads=(2,), hidden=True)),
+        # of other setups, sizes and places
+        Family("rate_jump_rotary", "collapse", _ROTARY, Plant("rate", 201, 30.0), unseen=True),
+        Family("rate_jump_gpt2", "collapse", _GPT2, Plant("rate", 127, 60.0), unseen=True),
+        Family("rate_tune", "collapse", _TUNED, Plant("rate", 0, 100.0), unseen=True),
+        Family("huge_init_deep", "collapse", _DEEP, Plant("query_key_size", 0, 12.0), unseen=True),
+        Family(
+            "post_norm_rotary_no_warmup",
+            "collapse",
+            _POST_ROTARY,
+            Plant("no_warmup", 0, 30.0),
+            unseen=True,
+            also="uniform",
+        ),
+        Family("query_key_rate_post", "growth", _POST, Plant("query_key_rate", 81, 30.0), unseen=True),
+        Family("growth_gpt2", "growth", _GPT2, Plant("query_key_growth", 81, 1.012), unseen=True),
+        Family(
+            "growth_head_in_training", "growth", _TRAIN, Plant("query_key_growth", 81, 1.02, (2,), (0,)), unseen=True
+        ),
+        Family("growth_every_50", "growth", _RARE, Plant("query_key_growth", 430, 1.006), unseen=True),
+        Family("growth_tune", "growth", _TUNED, Plant("query_key_growth", 60, 1.015, (0,)), unseen=True),
+        Family("decay_rotary", "uniform", _ROTARY, Plant("query_key_decay", 121, 15.0), unseen=True),
+        Family("hot_post_norm", "uniform", _POST, Plant("temperature", 181, 40.0), unseen=True),
+        Family("hot_layer_dropout", "uniform", _DROPOUT, Plant("temperature", 181, 20.0, (1,)), unseen=True),
+        Family("hot_head_tune", "uniform", _TUNED, Plant("temperature", 91, 30.0, (1,), (2,)), unseen=True),
+        Family("hot_every_50", "uniform", _RARE, Plant("temperature", 430, 25.0), unseen=True),
+        Family("sharp_rms_qk_norm", "sharp", _RMS, Plant("temperature", 181, 0.1), unseen=True),
+        Family("sharp_layer_post_norm", "sharp", _POST, Plant("temperature", 181, 0.1, (1,)), unseen=True),
+        Family("sharp_layer_tune", "sharp", _TUNED, Plant("temperature", 91, 0.05, (1,)), unseen=True),
+        Family("sharp_head_ramp", "sharp", _DEEP, Plant("temperature", 81, 1 / 30, (3,), (1,), over=120), unseen=True),
+        Family("inf_layer_rotary", "nonfinite", _ROTARY, Plant("inf", 61, layers=(2,), hidden=True), unseen=True),
+        Family("inf_in_loss", "nonfinite", _DEEP, Plant("inf", 171, layers=(0,), heads=(0,)), unseen=True),
+        Family(
+            "fp16_head_in_training",
+            "nonfinite",
+            _TRAIN,
+            Plant("fp16", 61, 1.2, layers=(1,), heads=(3,), hidden=True),
+            unseen=True,
+        ),
+    ]
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in [*_controls(), *_planted()]})
+
+
+def twin(family: Family) -> Family:
+    """The control that a planted run is but for the plant.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for other in FAMILIES.values():
+        if other.kind == CONTROL and other.plant is None and other.setup == family.setup:
+            return other
+    raise ValueError(f"Expected a control with the setup of {family.name!r}, but there is none in FAMILIES.")
