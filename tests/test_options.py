@@ -55,7 +55,7 @@ def test_what_is_not_a_model_or_a_state_or_a_writer():
         watch(3)
     with pytest.raises(ValueError, match="Expected `state_dict` to be one that a monitor returned"):
         watch(tiny_gpt2()).load_state_dict({"a": 1})
-    with pytest.raises(TypeError, match="Expected `writer` to be a TensorBoard writer, .* or a list of these, but got int"):
+    with pytest.raises(TypeError, match="Expected `writer` to be a TensorBoard writer, .* list of these, but got int"):
         watch(tiny_gpt2(), writer=3)
 
 

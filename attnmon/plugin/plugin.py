@@ -72,7 +72,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
     def _file(self, name: str) -> Callable[..., Any]:
         @wrappers.Request.application
         def serve(request: wrappers.Request) -> wrappers.Response:
-            return _respond(request, self._files[name], _FILES[name])
+            return _not_get(request) or _respond(request, self._files[name], _FILES[name])
 
         return serve
 
@@ -88,9 +88,11 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
         answer: dict[str, Any] = {
             "steps": samples.steps,
             "wall_times": samples.wall_times,
-            "shape": samples.frames[-1].shape if samples.frames else (0, 0),
+            "shape": samples.shape,
             "extent": samples.extent(),
             "problems": samples.problems,
+            "restarts": samples.restarts,
+            "kept": len(samples.steps) if samples.full else None,
         }
         if "baseline" in request.args:
             answer["change"] = samples.change(_integers(request, "baseline", 1)[0])
@@ -113,6 +115,12 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
         heads = _heads(request)
         run, prefix, tag = (_text(request, name) for name in ("run", "prefix", "tag"))
         quantity = _text(request, "quantity")
+        content = self._store.content(*_who(request), run, tag)
+        for name, asked in (("prefix", prefix), ("quantity", quantity)):
+            if content.get(name, asked) != asked:
+                raise _BadRequestError(
+                    f"Expected `{name}` to be that of the tag, {content[name]!r}, but got {asked[:80]!r}."
+                )
         samples = self._store.samples(*_who(request), run, tag)
         alerts = self._store.run(*_who(request), run, prefix)["warnings"]
         return {
@@ -134,8 +142,8 @@ def _answering(question: Callable[[wrappers.Request], dict[str, Any]]) -> Callab
 
     @wrappers.Request.application
     def answer(request: wrappers.Request) -> wrappers.Response:
-        if request.method not in ("GET", "HEAD"):
-            return _respond(request, f"Expected GET, but got {request.method}.", "text/plain", 405)
+        if (refused := _not_get(request)) is not None:
+            return refused
         try:
             return _respond(request, to_json(question(request)), "application/json")
         except _BadRequestError as error:
@@ -152,6 +160,12 @@ def _answering(question: Callable[[wrappers.Request], dict[str, Any]]) -> Callab
             return _respond(request, text, "text/plain", 500)
 
     return answer
+
+
+def _not_get(request: wrappers.Request) -> wrappers.Response | None:
+    if request.method in ("GET", "HEAD"):
+        return None
+    return _respond(request, f"Expected GET, but got {request.method}.", "text/plain", 405)
 
 
 def _respond(request: wrappers.Request, content: bytes | str, kind: str, code: int = 200) -> wrappers.Response:

@@ -6,11 +6,12 @@ the tag or the sample it is in.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,9 @@ from tensorboard import errors
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
 from attnmon.dashboard import QUANTITIES
+from attnmon.plugin.alarms import find_alarms
+from attnmon.plugin.checks import check_shape, number, run_record, warnings_record
+from attnmon.plugin.restarts import in_order, of_present
 from attnmon.records import KINDS, PLUGIN, UnreadableError, read_json, tag_of
 
 __all__ = ["MissingError", "Samples", "Store"]
@@ -26,7 +30,6 @@ __all__ = ["MissingError", "Samples", "Store"]
 _ALL_SAMPLES = 2**31 - 1
 _CACHE_BYTES = 256 * 2**20
 _ORDER = {quantity.name: place for place, quantity in enumerate(QUANTITIES)}
-_T = TypeVar("_T")
 
 
 class MissingError(KeyError):
@@ -45,12 +48,22 @@ class Samples:
         wall_times: Seconds since 1970.
         frames: Per step ``(layers, heads)``; NaN where there is no such head, or it was not measured.
         problems: What was left out.
+        restarts: Steps that the run went back to; what it had written beyond is left out.
+        full: Whether these are as many samples as TensorBoard keeps, so that there may have been more.
     """
 
     steps: tuple[int, ...]
     wall_times: tuple[float, ...]
     frames: tuple[NDArray[np.float32], ...]
     problems: tuple[str, ...] = ()
+    restarts: tuple[int, ...] = ()
+    full: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and heads, as many as the largest sample has."""
+        rows, columns = (max((frame.shape[axis] for frame in self.frames), default=0) for axis in (0, 1))
+        return rows, columns
 
     def frame(self, step: int) -> NDArray[np.float32] | None:
         """The sample of a step, None where it was not kept."""
@@ -76,6 +89,19 @@ class Samples:
         return np.array(
             [f[layer, head] if layer < f.shape[0] and head < f.shape[1] else np.nan for f in self.frames], np.float32
         )
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The records of a tag, in order of their steps, and what could not be read; the rest as in `Samples`."""
+
+    found: tuple[dict[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+    restarts: tuple[int, ...] = ()
+    full: bool = False
+
+
+_Read = TypeVar("_Read", Samples, _Texts)
 
 
 def _finite(frame: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -112,13 +138,15 @@ class Store:
         runs, problems = [], []
         for run in sorted(listed, key=_natural):
             tags = []
+            clocks = _clocks(listed[run])
             for tag, series in listed[run].items():
                 try:
                     content = _content(series.plugin_content)
                 except UnreadableError as error:
                     problems.append({"run": run, "tag": tag, "text": str(error)})
                 else:
-                    tags.append({**content, "tag": tag, "stamp": _stamp(series)})
+                    clock = clocks.get(content["prefix"])
+                    tags.append({**content, "tag": tag, "stamp": _stamp(series, clock and listed[run][clock])})
             if tags:
                 runs.append({"run": run, "tags": sorted(tags, key=_place)})
         return {"runs": runs, "problems": problems}
@@ -132,62 +160,131 @@ class Store:
         """
         return self._read(ctx, experiment, run, tag, "heads", _samples)
 
+    def content(self, ctx: object, experiment: str, run: str, tag: str) -> dict[str, Any]:
+        """The content of a tag's metadata.
+
+        Raises:
+            MissingError: There is no such run or tag.
+            UnreadableError: The tag is not ours.
+        """
+        return _content(_series(self._listed(ctx, experiment, run), run, tag).plugin_content)
+
     def run(self, ctx: object, experiment: str, run: str, prefix: str) -> dict[str, Any]:
         """What a run is like, and its warnings.
 
         Returns:
-            ``{"record", "warnings", "problems"}``: the newest `attnmon.records.run_record` or None; the alerts by
-            step, each with the fields of `attnmon.alerts.Alert`; texts.
+            ``{"record", "warnings", "alarms", "watched", "restarts", "problems"}``: the newest
+            `attnmon.records.run_record` or None; the alerts by step, each with the fields of `attnmon.alerts.Alert`;
+            see `attnmon.plugin.alarms.find_alarms`; whether rules watched the run, None where that can't be read in
+            full; steps that the run went back to; texts.
+
+        Raises:
+            MissingError: There is no such run, or nothing with this prefix in it.
         """
+        if not any(content["prefix"] == prefix for content in _contents(self._listed(ctx, experiment, run)).values()):
+            raise MissingError(f"There is nothing of attnmon with the prefix {prefix!r} in a run {run!r}.")
         problems: list[str] = []
+        restarts: set[int] = set()
         record: dict[str, Any] | None = None
         try:
-            found, texts = self._read(ctx, experiment, run, tag_of("run", prefix), "run", _run_records)
-            record = found[-1] if found else None
-            problems += texts
+            texts = self._read(ctx, experiment, run, tag_of("run", prefix), "run", _run_records)
+            problems += texts.problems
+            restarts |= {*texts.restarts}
+            if texts.found:
+                check_shape(texts.found[-1], self._shape(ctx, experiment, run, prefix))
+                record = texts.found[-1]
         except MissingError:
             problems.append("the run does not say what its layers are called, nor how many heads each has")
         except UnreadableError as error:
             problems.append(f"what the run is like: {error}")
-        warnings: list[dict[str, Any]] = []
+        warned: Sequence[dict[str, Any]] = ()
+        watched: bool | None = None
         try:
-            warnings, texts = self._read(ctx, experiment, run, tag_of("warnings", prefix), "warnings", _alerts)
-            problems += texts
+            texts = self._read(ctx, experiment, run, tag_of("warnings", prefix), "warnings", _warnings_records)
+            warned = texts.found
+            problems += texts.problems
+            restarts |= {*texts.restarts}
+            if texts.full:
+                problems.append(
+                    f"warnings: TensorBoard keeps {self._samples} records of them and may have left others out"
+                )
+            elif not texts.problems:
+                watched = bool(warned)
         except MissingError:
-            pass  # a run without a warning
+            watched = False
         except UnreadableError as error:
             problems.append(f"warnings: {error}")
-        return {"record": record, "warnings": warnings, "problems": problems}
-
-    def _read(
-        self, ctx: object, experiment: str, run: str, tag: str, kind: str, build: Callable[[Sequence[Any]], _T]
-    ) -> _T:
-        wanted = {
-            "experiment_id": experiment,
-            "plugin_name": PLUGIN,
-            "run_tag_filter": RunTagFilter(runs=[run], tags=[tag]),
+        return {
+            "record": record,
+            "warnings": [alert for entry in warned for alert in entry["alerts"]],
+            "alarms": find_alarms(warned),
+            "watched": watched,
+            "restarts": sorted(restarts),
+            "problems": problems,
         }
-        listed = self._provider.list_tensors(ctx, **wanted) or {}
-        series = listed.get(run, {}).get(tag)
-        if series is None:
-            raise MissingError(f"There is no tag {tag!r} in the run {run!r}.")
-        found = _content(series.plugin_content)["kind"]
-        if found != kind:
-            raise UnreadableError(f"{tag!r} is of kind {found!r}, not {kind!r}")
-        key, stamp = (experiment, run, tag), _stamp(series)
-        with self._lock:
-            known = self._cache.get(key)
-            if known is not None and known[0] == stamp:
-                self._cache.move_to_end(key)
-                value: _T = known[1]
-                return value
+
+    def _listed(self, ctx: object, experiment: str, run: str) -> Mapping[str, Any]:
+        listed = self._provider.list_tensors(
+            ctx, experiment_id=experiment, plugin_name=PLUGIN, run_tag_filter=RunTagFilter(runs=[run])
+        )
+        found: Mapping[str, Any] = (listed or {}).get(run, {})
+        return found
+
+    def _shape(self, ctx: object, experiment: str, run: str, prefix: str) -> tuple[int, int] | None:
+        """Layers and heads of the newest samples, as many as the largest of all quantities has; None if not known."""
+        rows, columns = 0, 0
+        for tag, content in _contents(self._listed(ctx, experiment, run)).items():
+            if (content["kind"], content["prefix"]) != ("heads", prefix):
+                continue
+            try:
+                newest = self._data(ctx, experiment, run, tag, 1)
+            except UnreadableError:  # it may have been the largest
+                return None
+            for datum in newest:
+                if datum.numpy.ndim == 2:
+                    rows, columns = max(rows, datum.numpy.shape[0]), max(columns, datum.numpy.shape[1])
+        return (rows, columns) if rows and columns else None
+
+    def _data(self, ctx: object, experiment: str, run: str, tag: str, most: int) -> Sequence[Any]:
+        wanted = RunTagFilter(runs=[run], tags=[tag])
         try:
-            data = self._provider.read_tensors(ctx, downsample=self._samples, **wanted)[run][tag]
+            read = self._provider.read_tensors(
+                ctx, experiment_id=experiment, plugin_name=PLUGIN, downsample=most, run_tag_filter=wanted
+            )
+            found: Sequence[Any] = read[run][tag]
         except errors.PublicError:
             raise
         except Exception as error:  # of gRPC, or of a tensor that is broken
             raise UnreadableError(f"TensorBoard can't read this tag: {type(error).__name__}: {error}") from error
-        value = build(data)
+        return found
+
+    def _read(
+        self, ctx: object, experiment: str, run: str, tag: str, kind: str, build: Callable[[Sequence[Any]], _Read]
+    ) -> _Read:
+        tags = self._listed(ctx, experiment, run)
+        series = _series(tags, run, tag)
+        content = _content(series.plugin_content)
+        if content["kind"] != kind:
+            raise UnreadableError(f"{tag!r} is of kind {content['kind']!r}, not {kind!r}")
+        clock = _clocks(tags)[content["prefix"]]
+        key, stamp = (experiment, run, tag), _stamp(series, clock and tags[clock])
+        with self._lock:
+            known = self._cache.get(key)
+            if known is not None and known[0] == stamp:
+                self._cache.move_to_end(key)
+                value: _Read = known[1]
+                return value
+        written = self._data(ctx, experiment, run, tag, self._samples)
+        data: list[Any]
+        restarts: list[int]
+        data, restarts = in_order(written)
+        further: list[int] = []
+        if clock is not None and clock != tag:
+            with contextlib.suppress(UnreadableError):  # said where it is shown
+                times: Samples = self._read(ctx, experiment, run, clock, "heads", _samples)
+                data, further = of_present(data, times.steps, times.wall_times)
+                restarts += [*times.restarts, *further]
+        value = replace(build(data), restarts=tuple(sorted({*restarts})), full=len(written) >= self._samples)
         self._keep(key, stamp, value, sum(int(datum.numpy.nbytes) for datum in data))
         return value
 
@@ -199,8 +296,36 @@ class Store:
                 self._cache.popitem(last=False)
 
 
-def _stamp(series: Any) -> list[Any]:
-    return [series.max_step, series.max_wall_time]
+def _stamp(series: Any, clock: Any) -> list[Any]:
+    """Changes with a tag's data, and with the samples that tell which of them still count."""
+    return [entry for one in (series, clock) if one is not None for entry in (one.max_step, one.max_wall_time)]
+
+
+def _series(tags: Mapping[str, Any], run: str, tag: str) -> Any:
+    if tag not in tags:
+        raise MissingError(f"There is no tag {tag!r} in the run {run!r}.")
+    return tags[tag]
+
+
+def _contents(tags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The content of the metadata of each tag of ours."""
+    found = {}
+    for tag, series in tags.items():
+        with contextlib.suppress(UnreadableError):  # named in the catalogue
+            found[tag] = _content(series.plugin_content)
+    return found
+
+
+def _clocks(tags: Mapping[str, Any]) -> dict[str, str | None]:
+    """Prefix -> the quantity that was written last: its samples tell whether a run went back to an earlier step."""
+    contents = _contents(tags)
+    found: dict[str, str | None] = {content["prefix"]: None for content in contents.values()}
+    heads = [{**content, "tag": tag} for tag, content in contents.items() if content["kind"] == "heads"]
+    for content in sorted(heads, key=_place):
+        best = found[content["prefix"]]
+        if best is None or tags[content["tag"]].max_wall_time > tags[best].max_wall_time:
+            found[content["prefix"]] = content["tag"]
+    return found
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -234,24 +359,14 @@ def _content(raw: bytes) -> dict[str, Any]:
         clean["title"] = clean["title"] or quantity
         limits = content.get("limits")
         pair = limits if isinstance(limits, list) and len(limits) == 2 else [None, None]
-        clean["limits"] = [_number(end) for end in pair]
+        clean["limits"] = [number(end) for end in pair]
     return clean
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _last_of_each_step(data: Iterable[Any]) -> list[Any]:
-    """A run that was resumed repeats steps: the later one counts."""
-    kept = {int(datum.step): datum for datum in data}
-    return [kept[step] for step in sorted(kept)]
 
 
 def _samples(data: Sequence[Any]) -> Samples:
     good: list[Any] = []
     strange: list[Any] = []
-    for datum in _last_of_each_step(data):
+    for datum in data:
         (good if datum.numpy.ndim == 2 and datum.numpy.dtype.kind in "fiu" else strange).append(datum)
     problems = []
     if strange:
@@ -278,10 +393,10 @@ def _samples(data: Sequence[Any]) -> Samples:
     )
 
 
-def _texts(data: Sequence[Any], read: Callable[[int, dict[str, Any]], _T]) -> tuple[list[_T], list[str]]:
+def _texts(data: Sequence[Any], read: Callable[[int, dict[str, Any]], dict[str, Any]]) -> _Texts:
     """One record per step, and what could not be read."""
     found, failed = [], []
-    for datum in _last_of_each_step(data):
+    for datum in data:
         try:
             if datum.numpy.size != 1:
                 raise UnreadableError(f"not one text but an array of shape {datum.numpy.shape}")
@@ -291,70 +406,15 @@ def _texts(data: Sequence[Any], read: Callable[[int, dict[str, Any]], _T]) -> tu
             found.append(read(int(datum.step), read_json(text)))
         except UnreadableError as error:
             failed.append(f"step {datum.step}: {error}")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             failed.append(f"step {datum.step}: not built as expected ({type(error).__name__}: {error})")
     more = [f"and {len(failed) - 3} records more"] if len(failed) > 3 else []
-    return found, failed[:3] + more
+    return _Texts(tuple(found), (*failed[:3], *more))
 
 
-def _run_records(data: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    return _texts(data, _run_record)
+def _run_records(data: Sequence[Any]) -> _Texts:
+    return _texts(data, run_record)
 
 
-def _run_record(step: int, record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "step": step,
-        "layers": [
-            {
-                "number": int(layer["number"]),
-                "path": str(layer["path"]),
-                "heads": int(layer["heads"]),
-                "temperature": _number(layer.get("temperature")),
-            }
-            for layer in record["layers"]
-        ],
-        "not_measured": {str(path): str(reason) for path, reason in record.get("not_measured", {}).items()},
-        "source": str(record.get("source", "")),
-        "every_n_steps": int(record.get("every_n_steps") or 0),
-        "levels": [
-            {
-                "rule": str(level["rule"]),
-                "title": str(level["title"]),
-                "severity": str(level["severity"]),
-                "quantity": str(level["quantity"]),
-                "limit": float(level["limit"]),
-                "rises": bool(level["rises"]),
-            }
-            for level in record.get("levels", [])
-        ],
-    }
-
-
-def _alerts(data: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    by_step, problems = _texts(data, lambda step, record: [_alert(step, alert) for alert in record["alerts"]])
-    return [alert for alerts in by_step for alert in alerts], problems
-
-
-def _alert(step: int, alert: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "step": step,
-        **{name: str(alert[name]) for name in ("rule", "title", "severity", "summary", "remedy")},
-        "since": int(alert["since"]),
-        "heads": {int(layer): [int(head) for head in heads] for layer, heads in alert["heads"].items()},
-        "evidence": [_evidence(part) for part in alert["evidence"]],
-    }
-
-
-def _evidence(part: Mapping[str, Any]) -> dict[str, Any]:
-    """An `attnmon.alerts.Evidence` as one row per head."""
-    return {
-        "quantity": str(part["quantity"]),
-        "label": str(part["label"]),
-        "rows": {
-            (int(layer), int(head)): tuple(
-                _number(part[name][layer][place]) for name in ("figures", "baselines", "limits")
-            )
-            for layer, heads in part["heads"].items()
-            for place, head in enumerate(heads)
-        },
-    }
+def _warnings_records(data: Sequence[Any]) -> _Texts:
+    return _texts(data, warnings_record)

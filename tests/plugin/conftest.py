@@ -51,6 +51,12 @@ def figures(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
     }
 
 
+def recovering(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
+    """Figures whose wide scores are over from step 140 on."""
+    found = figures(step, seed)
+    return found if step < 140 else found | {"score_spread": figures(0, seed)["score_spread"]}
+
+
 def snapshot(step: int, values: Mapping[str, Mapping[int, list[float]]], **more: Any) -> Snapshot:
     layers = sorted({layer for table in values.values() for layer in table})
     return Snapshot(
@@ -74,6 +80,8 @@ def write_run(
     seed: int = 0,
     prefix: str = "attn",
     writer: SummaryWriter | None = None,
+    rules_on: bool = True,
+    figures: Callable[..., dict[str, dict[int, list[float]]]] = figures,
 ) -> None:
     """A run's event file, warnings and all."""
     mine = writer or SummaryWriter(folder)
@@ -84,7 +92,7 @@ def write_run(
         errors = {name: {layer: [0.0] * HEADS for layer in table} for name, table in sample.values.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the alerts themselves
-            alerts = engine.update(
+            alerts = rules_on and engine.update(
                 step=step,
                 values=sample.values,
                 errors=errors,
@@ -92,7 +100,7 @@ def write_run(
                 temperatures=sample.temperatures,
                 nonfinite={layer: [0] * HEADS for layer in range(LAYERS)},
             )
-        sample = dataclasses.replace(sample, alerts=tuple(alerts))
+        sample = dataclasses.replace(sample, alerts=tuple(alerts or ()), alarmed=engine.alarmed() if rules_on else {})
         tab.write(sample, every_n_steps=10, levels=rules.fixed_levels(sample.values))
     mine.flush() if writer else mine.close()
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 from plugin.chromium import PATIENCE, Chromium, find
-from plugin.conftest import HEADS, LAYERS, RISEN, SPREAD, STEPS, figures, write_run
+from plugin.conftest import HEADS, LAYERS, RISEN, SPREAD, STEPS, figures, recovering, write_run, write_tensor
 from torch.utils.tensorboard import SummaryWriter
+
+from attnmon.records import tag_of, to_json
 
 BROWSER = find()
 NEEDED = os.environ.get("CI_NEEDS_BROWSER") == "1"
@@ -50,6 +52,7 @@ class Tab:
 
     def settle(self) -> None:
         self.wait("[...d.querySelectorAll('.map-note')].every((note) => note.textContent.startsWith('sample of step'))")
+        self.wait("!d.querySelector('[aria-labelledby=warnings-title]').textContent.includes('Loading')")
 
     def words(self) -> str:
         return self.js("d.querySelector('.step-words').textContent")
@@ -117,7 +120,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = SummaryWriter(folder / "first")
     writer.add_scalar("loss", 1.0, 0)
     writer.close()
+    write_run(folder / "third", figures=recovering)
+    write_run(folder / "unwatched", rules_on=False)
+    validations = SummaryWriter(folder / "validated")
+    write_run(folder / "validated", [0], prefix="attn_val", writer=validations)
+    for quantity in ("one", "two"):
+        write_tensor(validations, tag_of("heads", quantity=quantity), b"{}", [[1.0]])
+    write_tensor(validations, tag_of("run", "attn_val"), b"", validation_record(), 10)
+    write_tensor(validations, tag_of("warnings", "attn_val"), b"", b"[", 10)
+    validations.close()
     return folder
+
+
+def validation_record() -> bytes:
+    layer = {"number": 0, "path": "a", "heads": 4, "temperature": None}
+    record = {"version": 1, "layers": [layer], "not_measured": {}, "levels": []}
+    return to_json(record | {"source": "validation", "every_n_steps": None})
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +189,7 @@ def tab(browser: Chromium, url: str) -> Iterator[Tab]:
         assert event["method"] != "Runtime.exceptionThrown", json.dumps(event)
         if event["method"] == "Runtime.consoleAPICalled":
             assert event["params"]["type"] != "error", json.dumps(event)
-        if event["method"] == "Log.entryAdded":
+        if event["method"] == "Log.entryAdded" and not event["params"]["entry"].get("url", "").endswith("/favicon.ico"):
             assert event["params"]["entry"]["level"] != "error", json.dumps(event)
 
 
@@ -180,11 +198,14 @@ def test_opens_on_the_newest_sample_of_the_first_run(tab: Tab) -> None:
     assert tab.js("d.querySelector('#map-title').textContent") == "Normalised entropy (H / log n)"
     assert "early sign that a head saturates" in tab.js("d.querySelector('.meaning').textContent")
     assert tab.js("d.querySelector('.empty').hidden")
-    assert tab.js("[...d.querySelectorAll('.keys li:not([hidden])')].map((key) => key.textContent)") == ["not measured"]
+    assert tab.js("[...d.querySelectorAll('.keys li:not([hidden])')].map((key) => key.textContent)") == [
+        "not measured",
+        "under alarm",
+    ]
     assert tab.keeps(run="first", prefix="attn", quantity="entropy_normalized")
     tab.browser.mouse("mouseMoved", *tab.place(*RISEN))
     words = tab.js("d.querySelector('.tip').textContent")
-    assert words == "Layer 1, head 2model.layers.1.attn0.9 H / log n"
+    assert words.startswith("Layer 1, head 2model.layers.1.attn0.9 H / log n▲ under alarm: ")
     tab.browser.mouse("mouseMoved", *tab.place(0, 3))
     assert "not measured" in tab.js("d.querySelector('.tip').textContent")
 
@@ -378,3 +399,145 @@ def test_an_empty_directory_says_how_to_log(browser: Chromium, tab: Tab) -> None
     words = tab.js("d.querySelector('.empty').innerText")
     for expected in ("AttentionMonitor(", "TensorBoardLogger(", "watch(model, writer=SummaryWriter("):
         assert expected in words
+
+
+def corner(tab: Tab, layer: int, head: int) -> list[int]:
+    """The colour of the middle of the mark in a cell's lower left corner."""
+    x, y = tab.place(layer, head)
+    return tab.js(
+        "(() => { const c = d.querySelector('.map-canvas'), b = c.getBoundingClientRect(),"
+        f" w = (b.width - 50) / {HEADS}, h = (b.height - 38) / {LAYERS};"
+        f" return [...c.getContext('2d').getImageData({x} - o.left - b.left - w / 2 + 5.5,"
+        f" {y} - o.top - b.top + h / 2 - 6.5, 1, 1).data].slice(0, 3); }})()"
+    )
+
+
+def view(tab: Tab, text: str) -> None:
+    tab.open(f"attnmon&p.attnmon.view={urllib.parse.quote(text)}")
+
+
+def second_only(tab: Tab) -> None:
+    for place, named in ((1, "2 runs"), (0, "second")):
+        tab.js(f"d.querySelectorAll('.run-list input')[{place}].click()")
+        tab.wait(f"d.querySelector('.picker summary').textContent === '{named}'")
+
+
+RED = [229, 53, 43]
+
+
+def test_heads_under_alarm_are_marked_and_named_until_they_recover(tab: Tab) -> None:
+    for step, marked in ((90, False), (130, True), (190, False)):
+        view(tab, f"run=third&quantity=score_spread&step={step}")
+        assert (corner(tab, *SPREAD) == RED) is marked
+        assert corner(tab, 0, 1) != RED
+        tab.browser.mouse("mouseMoved", *tab.place(*SPREAD))
+        words = tab.js("d.querySelector('.tip').textContent")
+        assert ("under alarm: attention scores too large since step 100" in words) is marked
+        keys = tab.js("[...d.querySelectorAll('.keys li:not([hidden])')].map((key) => key.textContent)")
+        assert ("under alarm" in keys) is (step >= 100)  # of another head from then on
+    tab.enter("[aria-label='Only warnings of this rule']", "score_growth")
+    tab.wait("d.querySelectorAll('.warnings .jump').length === 1")
+    assert re.fullmatch(r"Recovered at step 1[4-9]0\.", tab.js("d.querySelector('.warnings .state').textContent"))
+    tab.enter("[aria-label='Only warnings of this rule']", "entropy_rise")
+    tab.wait("d.querySelector('.warnings .state').textContent === 'Still under alarm.'")
+
+
+def test_a_hint_is_marked_more_quietly_than_an_alarm(tab: Tab) -> None:
+    tab.js(
+        "(() => { const w = f.contentWindow, fetch = w.fetch.bind(w); w.fetch = async (url, more) => {"
+        " const answer = await fetch(url, more); if (!String(url).includes('/run?')) return answer;"
+        " const found = await answer.json(); found.alarms = [{rule: 'x', title: 'few active keys', severity: 'watch',"
+        " since: 20, until: null, heads: {0: [1]}}]; return new w.Response(JSON.stringify(found)); }; })()"
+    )
+    second_only(tab)
+    tab.settle()
+    tab.wait("!d.querySelector('.key.watched').parentNode.hidden")
+    assert corner(tab, 0, 1) == [255, 255, 255]
+    assert tab.js("d.querySelector('.key.alarmed').parentNode.hidden")
+
+
+def test_no_warnings_is_said_only_where_it_is_known(tab: Tab) -> None:
+    listed = "d.querySelector('.warnings').textContent"
+    view(tab, "run=unwatched")
+    tab.wait("d.querySelector('.panel .notes p') !== null")
+    said = "[...d.querySelectorAll('[aria-labelledby=warnings-title] .notes p')].map((note) => note.textContent)"
+    assert tab.js(said) == ["No alert rules watched this data, so there are no warnings of it."]
+    assert tab.js(listed) == ""
+    assert tab.js("d.querySelector('.count').hidden")
+    view(tab, "run=validated")
+    tab.wait(f"({said}).length")
+    assert tab.js(said) == ["Not all records of warnings could be read: there may be more than are listed."]
+    assert tab.js(listed) == ""
+    view(tab, "run=first&run=unwatched")
+    tab.wait("d.querySelectorAll('.warnings .jump').length >= 2")
+    assert tab.js(said) == ["unwatched: No alert rules watched this data, so there are no warnings of it."]
+
+
+def test_warnings_that_are_on_their_way_or_fail_are_not_none(tab: Tab) -> None:
+    tab.js(
+        "(() => { const w = f.contentWindow, fetch = w.fetch.bind(w); w.fetch = (url, more) => String(url).includes("
+        "'/run?') ? new Promise((go) => w.go = () => go(new w.Response('broken', {status: 500}))) : fetch(url, more);"
+        " })()"
+    )
+    second_only(tab)
+    tab.wait("Boolean(f.contentWindow.go)")
+    words = "d.querySelector('[aria-labelledby=warnings-title]').textContent"
+    tab.wait(f"({words}).includes('Loading the warnings')")
+    assert "No warnings." not in tab.js(words)
+    tab.js("(f.contentWindow.go(), true)")
+    tab.wait(f"({words}).includes('could not be read')")
+    assert "No warnings." not in tab.js(words)
+
+
+def test_validations_name_no_cadence_and_problems_come_once_per_run(tab: Tab) -> None:
+    view(tab, "run=validated")
+    tab.wait("d.querySelector('.run-notes p') !== null")
+    assert tab.js("d.querySelector('.run-notes').textContent") == "1 layers, sampled on validation batches."
+    lines = tab.js("[...d.querySelectorAll('.problems li')].map((line) => line.textContent)")
+    assert sum("2 tags: attnmon/attn/one, attnmon/attn/two" in line for line in lines) == 1
+    assert tab.js("d.querySelector('.problems summary').textContent") == f"Problems with the data ({len(lines)})"
+
+
+def test_a_link_to_what_is_not_here_says_so(tab: Tab) -> None:
+    everything = "&".join(f"run={name}" for name in ("first", "second", "third", "unwatched", "validated"))
+    view(tab, f"{everything}&run=gone&quantity=zzz&rule=zzz&severity=zzz&heads=1.2_999999.999999")
+    tab.lines(4)
+    notes = tab.js("[...d.querySelectorAll('main > .notes p')].map((note) => note.textContent)")
+    assert notes == [
+        "The link names the run gone, which is not here.",
+        "The link names 5 runs, of which the first 4 are shown.",
+        "The link names the quantity zzz, which is not here.",
+    ]
+    chosen = "[...d.querySelectorAll('.filters select')].map((e) => e.selectedOptions[0]?.textContent)"
+    assert tab.js(chosen) == ["zzz (no such warning)"] * 2
+    assert not tab.js("d.querySelector('.legend').textContent.includes('999999')")
+    assert tab.keeps(heads="1.2")
+    tab.click(0, 1)
+    tab.wait("d.querySelectorAll('main > .notes p').length === 0")
+
+
+def test_limits_are_written_over_the_lines(tab: Tab) -> None:
+    tab.click(*RISEN)
+    tab.lines(1)
+    tab.click(0, 0, shift=True)
+    tab.lines(2)
+    tab.wait("d.querySelector('.limit-name') !== null")
+    assert tab.js(
+        "[...d.querySelectorAll('.chart .limit-name, .chart .level-name')].every((name) => [...d.querySelectorAll("
+        "'.chart .line')].every((line) => line.compareDocumentPosition(name) & Node.DOCUMENT_POSITION_FOLLOWING))"
+    )
+
+
+def test_a_resumed_run_says_so(tab: Tab, logs: Path) -> None:
+    write_run(logs / "third", range(55, 100, 10), rules_on=False)
+    wanted = f"{tab.url}/data/plugin/attnmon/summary?run=third&tag=attnmon/attn/entropy/normalized"
+    for _ in range(600):
+        with urllib.request.urlopen(wanted) as answer:
+            if json.load(answer)["steps"][-1] == 95:
+                break
+        time.sleep(0.05)
+    view(tab, "run=third")
+    assert tab.words().startswith("step 95 · sample 11 of 11")
+    assert "(resumed at step 55)" in tab.js("d.querySelector('.run-notes').textContent")
+    assert tab.js("d.querySelectorAll('.warnings .jump').length") == 0  # those of the part that is void
+    assert corner(tab, *RISEN) != RED

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plugin.conftest import HEADS, LAYERS, RISEN, SPREAD, STEPS, Board, figures, snapshot, write_run, write_tensor
+from plugin.conftest import (
+    HEADS,
+    LAYERS,
+    RISEN,
+    SPREAD,
+    STEPS,
+    Board,
+    figures,
+    recovering,
+    snapshot,
+    write_run,
+    write_tensor,
+)
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins import base_plugin
 from torch.utils.tensorboard import SummaryWriter
@@ -169,9 +181,9 @@ def test_foreign_broken_and_later_data_are_named_and_harm_nothing(tmp_path, boar
     write_tensor(writer, "later", later, [[1.0]])
     write_tensor(writer, "kind", to_json({"version": 1, "kind": "sound", "prefix": "attn"}), [[1.0]])
     write_tensor(writer, "nameless", to_json({"version": 1, "kind": "heads", "prefix": "attn"}), [[1.0]])
-    write_tensor(writer, tag_of("heads", quantity="other"), heads, [1.0, 2.0], 0)
-    write_tensor(writer, tag_of("heads", quantity="other"), heads, "text", 1)
-    write_tensor(writer, tag_of("heads", quantity="other"), heads, [[3]], 2)
+    write_tensor(writer, tag_of("heads", quantity="other"), heads, [1.0, 2.0], 300)
+    write_tensor(writer, tag_of("heads", quantity="other"), heads, "text", 301)
+    write_tensor(writer, tag_of("heads", quantity="other"), heads, [[3]], 302)
     write_tensor(writer, tag_of("run"), b"", b"not json", 500)
     write_tensor(writer, tag_of("warnings"), b"", to_json({"version": 1, "alerts": [{"rule": 1}]}), 500)
     write_tensor(writer, tag_of("warnings"), b"", [1.0, 2.0], 510)
@@ -188,7 +200,7 @@ def test_foreign_broken_and_later_data_are_named_and_harm_nothing(tmp_path, boar
     }
     assert one.get("summary", run="run", tag="foreign").status_code == 422
     summary = one.json("summary", run="run", tag=tag_of("heads", quantity="other"))
-    assert summary["steps"] == [2]
+    assert summary["steps"] == [302]
     assert "2 of 3 samples are left out" in summary["problems"][0]
     run = one.json("run", run="run", prefix="attn")
     assert run["record"]["every_n_steps"] == 10  # the one before
@@ -311,6 +323,20 @@ def settled(tmp_path_factory):
         ("series", {"heads": "1.2.3"}, 400, "pairs such as 3.7"),
         ("series", {"heads": "-1.2"}, 400, "pairs such as 3.7"),
         ("run", {"run": "a/run"}, 400, "Expected `prefix`"),
+        ("run", {"run": "none", "prefix": "attn"}, 404, "prefix 'attn' in a run 'none'"),
+        ("run", {"run": "a/run", "prefix": "none"}, 404, "prefix 'none' in a run 'a/run'"),
+        (
+            "series",
+            {"run": "a/run", "prefix": "attn", "tag": ENTROPY, "quantity": "zzz", "heads": "0.0"},
+            400,
+            "Expected `quantity` to be that of the tag, 'entropy_normalized', but got 'zzz'.",
+        ),
+        (
+            "series",
+            {"run": "a/run", "prefix": "zzz", "tag": ENTROPY, "quantity": "entropy_normalized", "heads": "0.0"},
+            400,
+            "Expected `prefix` to be that of the tag, 'attn', but got 'zzz'.",
+        ),
     ],
 )
 def test_bad_arguments_are_answered_in_words(settled, path, arguments, code, says):
@@ -326,6 +352,8 @@ def test_huge_numbers_are_missing_not_faults(settled):
 def test_only_get_is_answered(settled):
     assert settled.client.post("/data/plugin/attnmon/catalogue").status_code == 405
     assert settled.client.head("/data/plugin/attnmon/catalogue").status_code == 200
+    for method in ("post", "put", "delete"):
+        assert getattr(settled.client, method)("/data/plugin/attnmon/static/index.js").status_code == 405
 
 
 def test_a_fault_is_answered_in_words_and_logged(settled, monkeypatch, caplog):
@@ -406,3 +434,163 @@ def test_json_is_strict(settled):
 
     for path, arguments in (("catalogue", {}), ("summary", {"run": "a/run", "tag": ENTROPY})):
         assert json.loads(settled.get(path, **arguments).text, parse_constant=refuse)
+
+
+def newest_is(step: int):
+    return lambda found: (
+        found["runs"] and max(tag["stamp"][0] for tag in found["runs"][0]["tags"] if tag["kind"] == "heads") == step
+    )
+
+
+@pytest.mark.parametrize("rules_on", [True, False])
+def test_what_a_resumed_run_had_written_beyond_is_void(tmp_path, board, rules_on):
+    write_run(tmp_path / "run", STEPS)  # warnings from step 100 on
+    write_run(tmp_path / "run", range(35, 75, 10), rules_on=rules_on)
+    one = board(tmp_path)
+    one.catalogue(newest_is(190 if one.multiplexer else 65))  # the fast loader itself drops tags that go on
+    summary = one.json("summary", run="run", tag=ENTROPY)
+    assert summary["steps"] == [0, 10, 20, 30, 35, 45, 55, 65]
+    run = one.json("run", run="run", prefix="attn")
+    assert (run["warnings"], run["alarms"], run["problems"]) == ([], [], [])
+    assert run["restarts"] == ([] if rules_on and not one.multiplexer else [35])
+    series = one.json("series", run="run", prefix="attn", tag=ENTROPY, quantity="entropy_normalized", heads="1.2")
+    assert series["heads"][0]["marks"] == []
+
+
+def test_a_quantity_that_a_resumed_run_no_longer_writes_ends_there(tmp_path, board):
+    first = SummaryWriter(tmp_path / "run")
+    tab = TabWriter(first)
+    for step in (0, 10, 20, 30):
+        tab.write(snapshot(step, {"entropy": {0: [1.0]}, "mine": {0: [2.0]}}))
+    first.close()
+    second = SummaryWriter(tmp_path / "run", filename_suffix=".later")
+    tab = TabWriter(second)
+    for step in (20, 30, 40):
+        tab.write(snapshot(step, {"entropy": {0: [1.0]}}))
+    second.close()
+    one = board(tmp_path)
+    one.catalogue(newest_is(40))
+    assert one.json("summary", run="run", tag=tag_of("heads", quantity="mine"))["steps"] == [0, 10]
+
+
+def test_a_clock_that_is_set_back_costs_nothing(tmp_path, board, monkeypatch):
+    times = iter(range(1_000_000, 0, -100))
+    monkeypatch.setattr("time.time", lambda: next(times))
+    write_run(tmp_path / "run")
+    monkeypatch.undo()
+    one = board(tmp_path)
+    one.catalogue(newest_is(190))
+    for quantity in ("entropy_normalized", "mine"):
+        assert one.json("summary", run="run", tag=tag_of("heads", quantity=quantity))["steps"] == list(STEPS)
+    assert one.json("run", run="run", prefix="attn")["warnings"]
+
+
+def test_a_restart_is_seen_while_the_tab_is_open(tmp_path):
+    write_run(tmp_path / "run")
+    one = Board(tmp_path, False)
+    before = {tag["tag"]: tag["stamp"] for tag in one.catalogue()["runs"][0]["tags"]}
+    assert one.json("run", run="run", prefix="attn")["warnings"]
+    write_run(tmp_path / "run", range(50, 300, 50), rules_on=False)
+    one.multiplexer.Reload()
+    after = {tag["tag"]: tag["stamp"] for tag in one.catalogue()["runs"][0]["tags"]}
+    assert all(after[tag] != stamp for tag, stamp in before.items())  # so that the page asks again
+    assert one.json("run", run="run", prefix="attn")["warnings"] == []
+
+
+def test_alarms_have_a_beginning_and_an_end(tmp_path, board):
+    write_run(tmp_path / "run", figures=recovering)
+    one = board(tmp_path)
+    one.catalogue(newest_is(190))
+    found = one.json("run", run="run", prefix="attn")
+    assert found["watched"] is True
+    alarms = {alarm["rule"]: alarm for alarm in found["alarms"]}
+    growth, rise = alarms["score_growth"], alarms["entropy_rise"]
+    assert (growth["since"], growth["severity"], growth["heads"]) == (100, "warn", {str(SPREAD[0]): [SPREAD[1]]})
+    assert 140 <= growth["until"] <= 190
+    assert (rise["until"], rise["heads"]) == (None, {str(RISEN[0]): [RISEN[1]]})
+    assert rise["since"] == next(alert["step"] for alert in found["warnings"] if alert["rule"] == "entropy_rise")
+
+
+def test_whether_there_are_no_warnings_is_known_or_not(tmp_path, board):
+    write_run(tmp_path / "watched", [0, 10])
+    write_run(tmp_path / "off", [0, 10], rules_on=False)
+    writer = SummaryWriter(tmp_path / "broken")
+    write_run(tmp_path / "broken", [0, 10], writer=writer)
+    write_tensor(writer, tag_of("warnings"), b"", b"[", 20)
+    writer.close()
+    one = board(tmp_path)
+    one.catalogue(lambda found: len(found["runs"]) == 3)
+    found = {run: one.json("run", run=run, prefix="attn") for run in ("watched", "off", "broken")}
+    assert {run: answer["watched"] for run, answer in found.items()} == {"watched": True, "off": False, "broken": None}
+    assert all(answer["warnings"] == [] for answer in found.values())
+
+
+RUN = {
+    "version": 1,
+    "layers": [{"number": 0, "path": "a", "heads": 1, "temperature": None}],
+    "not_measured": {},
+    "source": "train",
+    "every_n_steps": 5,
+    "levels": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (to_json(RUN | {"layers": [RUN["layers"][0] | {"heads": 2_000_000_000}]}), "number of heads is 2000000000"),
+        (to_json(RUN | {"layers": [RUN["layers"][0] | {"number": 9_999}]}), "where the samples are of 3 layers x 4"),
+        (to_json(RUN | {"layers": [RUN["layers"][0] | {"heads": 5}]}), "layer 0 has 5 heads, where the samples"),
+        (to_json(RUN | {"layers": [RUN["layers"][0] | {"heads": 9_999}] * 9_999}), "99980001 heads, where up to"),
+        (to_json(RUN | {"layers": [RUN["layers"][0] | {"number": -1}]}), "number is -1"),
+        (to_json(RUN).replace(b'"number":0', b'"number":1e999'), "step 300"),
+        (to_json(RUN).replace(b'"number":0', b'"number":1e300'), "number is 1e+300"),
+        (to_json(RUN).replace(b'"number":0', b'"number":' + b"9" * 400), "number is 9999"),
+        (to_json(RUN).replace(b'"not_measured":{}', b'"not_measured":' + b"[" * 100_000), "step 300"),
+        (to_json(RUN).replace(b'"not_measured":{}', b'"not_measured":[[[]]]'), "not built as expected"),
+        (to_json(RUN).replace(b'"every_n_steps":5', b'"every_n_steps":1e300'), "the cadence is 1e+300"),
+        (
+            to_json(RUN | {"levels": [{"rule": "", "title": "", "severity": "", "quantity": "", "limit": None}]}),
+            "limit",
+        ),
+    ],
+)
+def test_a_record_beyond_bounds_is_named_and_left_out(tmp_path, record, says):
+    writer = SummaryWriter(tmp_path / "run")
+    write_run(tmp_path / "run", writer=writer)
+    write_tensor(writer, tag_of("run"), b"", record, 300)
+    writer.close()
+    found = Board(tmp_path, False).json("run", run="run", prefix="attn")
+    assert says in "\n".join(found["problems"])
+    assert found["record"] is None or found["record"]["step"] == 0
+    assert found["warnings"]
+
+
+def test_numbers_without_end_in_a_tags_metadata_are_none(tmp_path):
+    writer = SummaryWriter(tmp_path / "run")
+    content = metadata("heads", quantity="mine").replace(b"[null,null]", b"[0," + b"9" * 400 + b"]")
+    write_tensor(writer, tag_of("heads", quantity="mine"), content, [[1.0]])
+    writer.close()
+    (tag,) = Board(tmp_path, False).catalogue()["runs"][0]["tags"]
+    assert tag["limits"] == [0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("source", "every", "expected"), [("validation", 5, None), ("validation", None, None), ("train", 5, 5)]
+)
+def test_validations_have_no_cadence(tmp_path, source, every, expected):
+    writer = SummaryWriter(tmp_path / "run")
+    write_run(tmp_path / "run", [0], writer=writer)
+    write_tensor(writer, tag_of("run"), b"", to_json(RUN | {"source": source, "every_n_steps": every}), 10)
+    writer.close()
+    assert Board(tmp_path, False).json("run", run="run", prefix="attn")["record"]["every_n_steps"] is expected
+
+
+def test_samples_that_fill_what_is_kept_are_said_to(tmp_path, board):
+    write_run(tmp_path / "run", range(50))
+    one = board(tmp_path, "--samples_per_plugin=attnmon=20")
+    one.catalogue(newest_is(49))
+    assert one.json("summary", run="run", tag=ENTROPY)["kept"] == 20
+    everything = board(tmp_path, "--samples_per_plugin=attnmon=0")
+    everything.catalogue(newest_is(49))
+    assert everything.json("summary", run="run", tag=ENTROPY)["kept"] is None

@@ -93,7 +93,9 @@ export class Chart {
       if (marked.length <= MOST_LIMITS) parts.push(...line.marks.flatMap((mark) => [...this.#limit(line, mark, ink, y, marked.length)]));
     }
     const marks = lines.flatMap((line) => line.marks.map((mark) => this.#mark(line, mark, y)).filter(Boolean));
-    this.#svg.replaceChildren(...parts, this.#now, ...marks, this.#cross);
+    const isLabel = (part) => /-name$/.test(part.getAttribute("class") ?? "");
+    const labels = parts.filter(isLabel); // over the lines, or they can't be read
+    this.#svg.replaceChildren(...parts.filter((part) => !isLabel(part)), this.#now, ...marks, ...labels, this.#cross);
     const warned = lines.reduce((count, line) => count + line.marks.length, 0);
     this.#svg.setAttribute(
       "aria-label",

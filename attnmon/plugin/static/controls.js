@@ -215,6 +215,8 @@ export class ColourBar {
     unmeasured: el("li", {}, el("i", { class: "key unmeasured" }), "not measured"),
     absent: el("li", {}, el("i", { class: "key absent" }), "no such head"),
     warned: el("li", {}, el("i", { class: "key warned" }), "warning at this step"),
+    alarmed: el("li", {}, el("i", { class: "key alarmed" }), "under alarm"),
+    watched: el("li", {}, el("i", { class: "key watched" }), "worth watching"),
   };
 
   constructor() {

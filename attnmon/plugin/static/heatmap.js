@@ -2,7 +2,7 @@
 
 import { colour, severity } from "./colours.js";
 import { el, number, signed, tip, withUnit } from "./dom.js";
-import { cell, columnsOf, exists, shown } from "./view.js";
+import { alarmsNow, cell, columnsOf, exists, shown } from "./view.js";
 
 const FONT = "11px Roboto, system-ui, sans-serif";
 const LEFT = 44;
@@ -104,6 +104,12 @@ export class HeatMap {
         for (const head of names) warned.set(`${layer}.${head}`, warning);
       }
     }
+    const alarmed = new Map(); // heads under alarm; true: under one that is more than a hint
+    for (const { severity: kind, heads: named } of alarmsNow(run)) {
+      for (const [layer, names] of Object.entries(named)) {
+        for (const head of names) alarmed.set(`${layer}.${head}`, kind !== "watch" || alarmed.get(`${layer}.${head}`) === true);
+      }
+    }
     run.layers.forEach((layer, row) => {
       for (let column = 0; column < columns; column++) {
         const [x, y] = [LEFT + column * wide, TOP + row * tall];
@@ -116,6 +122,8 @@ export class HeatMap {
         } else {
           this.#absent(context, x, y, wide - gap, tall - gap, ink);
         }
+        const loud = alarmed.get(`${layer.number}.${column}`);
+        if (loud !== undefined) this.#dot(context, x, y + tall - gap, Math.min(4, tall * 0.28, wide * 0.28), loud);
         if (warned.has(`${layer.number}.${column}`)) this.#corner(context, x + wide - gap, y, Math.min(9, tall * 0.6, wide * 0.6));
       }
     });
@@ -182,6 +190,17 @@ export class HeatMap {
     context.fillStyle = "#e5352b";
     context.fill();
     context.strokeStyle = "#ffffff";
+    context.lineWidth = 1;
+    context.stroke();
+  }
+
+  /** In the lower left corner: the upper right one is that of warnings. */
+  #dot(context, left, bottom, radius, loud) {
+    context.beginPath();
+    context.arc(left + radius + 1.5, bottom - radius - 1.5, radius, 0, 2 * Math.PI);
+    context.fillStyle = loud ? "#e5352b" : "#ffffff";
+    context.fill();
+    context.strokeStyle = loud ? "#ffffff" : "#1f2328";
     context.lineWidth = 1;
     context.stroke();
   }
@@ -263,6 +282,10 @@ export class HeatMap {
         const mark = severity(warning.severity);
         words.push(el("span", { class: `mark ${warning.severity}` }, `${mark.glyph} ${mark.word}: ${warning.title}`));
       }
+    }
+    for (const alarm of alarmsNow(run)) {
+      if (!alarm.heads[layer.number]?.includes(column)) continue;
+      words.push(el("span", { class: `mark ${alarm.severity}` }, `${severity(alarm.severity).glyph} under alarm: ${alarm.title} since step ${alarm.since}`));
     }
     return words;
   }

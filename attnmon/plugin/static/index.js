@@ -7,8 +7,8 @@ import { Data } from "./data.js";
 import { el, refill, svg, tip } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 import { askedView, followAddress, followReloads, followTheme, link, remember } from "./host.js";
-import { MOST_HEADS, decode, encode, fitted, sameHead } from "./state.js";
-import { derive } from "./view.js";
+import { MOST_HEADS, decode, encode, fitted, sameHead, unmet } from "./state.js";
+import { derive, grouped, someHas } from "./view.js";
 import { Warnings } from "./warnings.js";
 
 const LIGHTNING = `import lightning.pytorch as pl
@@ -42,7 +42,9 @@ export async function render() {
 }
 
 class Tab {
-  #state = decode(askedView());
+  #asked = askedView(); // null once its view is shown
+  #state = decode(this.#asked);
+  #unmet = []; // of the link, until something is chosen
   #dark = false;
   #waiting = false;
   #maps = [];
@@ -54,6 +56,7 @@ class Tab {
     this.reloadButton = el("button", { type: "button", title: "Look for new data", on: { click: () => this.data.reload() } }, "Reload");
     this.linkButton = el("button", { type: "button", title: "A link that opens this view", on: { click: () => this.#copyLink() } }, "Copy link");
     this.linkText = el("input", { class: "link", readonly: true, hidden: true, "aria-label": "Link to this view" });
+    this.linkNotes = el("div", { class: "notes", role: "status" });
     this.live = el("div", { class: "for-readers", "aria-live": "polite" });
     this.controls = new Controls({ set, reload: this.reloadButton, copyLink: this.linkButton });
     this.stepper = new Stepper({ set });
@@ -76,6 +79,7 @@ class Tab {
       { hidden: true },
       this.controls.node,
       this.linkText,
+      this.linkNotes,
       this.stepper.node,
       this.problems,
       el(
@@ -110,6 +114,7 @@ class Tab {
     });
     followAddress((text) => {
       if (text === encode(this.#state)) return;
+      this.#asked = text;
       this.#state = decode(text);
       this.#redraw();
     });
@@ -119,6 +124,7 @@ class Tab {
 
   #set(change) {
     this.#state = { ...this.#state, ...change };
+    this.#unmet = [];
     this.#redraw();
   }
 
@@ -140,14 +146,20 @@ class Tab {
     this.empty.hidden = some;
     this.main.hidden = !some;
     if (!some) {
-      this.#drawProblems(catalogue.problems.map(({ run, tag, text }) => `${run}, ${tag}: ${text}`), this.empty);
+      this.#drawProblems(grouped(catalogue.problems), this.empty);
       return;
     }
-    const asked = this.#state;
-    const state = fitted(asked, catalogue);
-    if (state.runs.length < asked.runs.length || asked.runs.length === 0) this.#state = { ...state, runs: state.runs };
-    else this.#state = state;
-    const view = (this.#view = derive(state, this.data));
+    if (this.#asked !== null) this.#unmet = unmet(this.#asked, catalogue);
+    this.#asked = null;
+    let state = (this.#state = fitted(this.#state, catalogue));
+    let view = derive(state, this.data);
+    const heads = state.heads.filter((head) => someHas(view.runs, head));
+    if (heads.length < state.heads.length) {
+      state = this.#state = { ...state, heads }; // a link may name any
+      view = derive(state, this.data);
+    }
+    this.#view = view;
+    refill(this.linkNotes, JSON.stringify(this.#unmet), () => this.#unmet.map((text) => el("p", {}, text)));
     remember(encode(state));
     const several = state.runs.length > 1;
     this.controls.draw({ state, view, catalogue });
@@ -157,7 +169,7 @@ class Tab {
     this.#drawAbout(view);
     this.#drawMaps(state, view, several);
     this.#drawLines(state, view, several);
-    this.warnings.draw({ warnings: view.warnings, state, several });
+    this.warnings.draw({ warnings: view.warnings, known: view.known, state, several });
   }
 
   #drawAbout({ about }) {
@@ -192,21 +204,37 @@ class Tab {
         dark: this.#dark,
       }),
     );
-    const notes = view.runs.filter((run) => run.record).map(({ name, record }) => ({ name, record }));
-    refill(this.runNotes, JSON.stringify([notes, several]), () => notes.map(({ name, record }) => this.#runNote(name, record, several)));
+    const notes = view.runs.map(({ name, record, restarts, summary }) => ({
+      name,
+      record,
+      restarts: [...new Set([...restarts, ...(summary?.restarts ?? [])])].sort((a, b) => a - b),
+      kept: summary?.kept ?? null,
+    }));
+    refill(this.runNotes, JSON.stringify([notes, several]), () => notes.map((note) => this.#runNote(note, several)));
   }
 
-  #runNote(name, record, several) {
-    const source = { train: "training batches", probe: "a fixed probe batch", validation: "validation batches" }[record.source] ?? record.source;
-    const every = record.every_n_steps > 1 ? `every ${record.every_n_steps} steps` : "every step";
-    const left = Object.entries(record.not_measured);
+  #runNote({ name, record, restarts, kept }, several) {
+    const of = several ? `${name}: ` : "";
+    const where = restarts.slice(0, 5).join(", ") + (restarts.length > 5 ? ", ..." : "");
     return el(
       "div",
       {},
-      el("p", { class: "hint" }, `${several ? `${name}: ` : ""}${record.layers.length} layers, sampled ${every} on ${source}.`),
+      ...(record ? this.#recordNote(of, record) : []),
+      restarts.length > 0 && el("p", { class: "hint" }, `${of}The run went back to an earlier step (resumed at step ${where}). What it had written beyond is left out.`),
+      kept !== null &&
+        el("p", { class: "hint" }, `${of}TensorBoard keeps ${kept} samples, spread over the run, and may have left others out; --samples_per_plugin attnmon=0 keeps all.`),
+    );
+  }
+
+  #recordNote(of, record) {
+    const source = { train: "training batches", probe: "a fixed probe batch", validation: "validation batches" }[record.source] ?? record.source;
+    const every = record.every_n_steps === null ? "" : record.every_n_steps > 1 ? ` every ${record.every_n_steps} steps` : " every step";
+    const left = Object.entries(record.not_measured);
+    return [
+      el("p", { class: "hint" }, `${of}${record.layers.length} layers, sampled${every} on ${source}.`),
       left.length > 0 &&
         el("details", {}, el("summary", {}, `${left.length} attention modules are not measured`), el("ul", {}, ...left.map(([path, reason]) => el("li", {}, el("code", {}, path), `: ${reason}`)))),
-    );
+    ];
   }
 
   #drawLines(state, view, several) {

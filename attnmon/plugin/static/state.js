@@ -41,7 +41,7 @@ export function encode(state) {
 export function decode(text) {
   const state = initial();
   const fields = new URLSearchParams(text);
-  state.runs = [...new Set(fields.getAll("run"))].slice(0, MOST_RUNS);
+  state.runs = [...new Set(fields.getAll("run"))]; // cut to what can be shown in fitted()
   for (const key of ["prefix", "quantity", "rule", "severity", "text"]) state[key] = fields.get(key) ?? "";
   if (VIEWS.includes(fields.get("view"))) state.view = fields.get("view");
   if (RANGES.includes(fields.get("range"))) state.range = fields.get("range");
@@ -53,6 +53,22 @@ export function decode(text) {
     if (found && state.heads.length < MOST_HEADS) state.heads.push({ layer: Number(found[1]), head: Number(found[2]) });
   }
   return state;
+}
+
+/** What of a link can't be shown, in words. */
+export function unmet(text, catalogue) {
+  const fields = new URLSearchParams(text);
+  const asked = [...new Set(fields.getAll("run"))];
+  const known = catalogue.runs.filter(({ tags }) => tags.some(({ kind }) => kind === "heads")).map(({ run }) => run);
+  const there = asked.filter((run) => known.includes(run));
+  const lines = asked.filter((run) => !known.includes(run)).map((run) => `The link names the run ${run}, which is not here.`);
+  if (there.length > MOST_RUNS) lines.push(`The link names ${there.length} runs, of which the first ${MOST_RUNS} are shown.`);
+  const state = fitted(decode(text), catalogue);
+  for (const name of ["prefix", "quantity"]) {
+    const wanted = fields.get(name);
+    if (wanted && wanted !== state[name]) lines.push(`The link names the ${name === "prefix" ? "data" : name} ${wanted}, which is not here.`);
+  }
+  return lines;
 }
 
 /** Whether two heads are the same. */

@@ -32,6 +32,11 @@ export function exists(run, layer, head) {
   return layer.heads === null ? !run.record || Number.isFinite(cell(run.frame, layer.number, head)) : head < layer.heads;
 }
 
+/** The alarms that a run's heads are under at the step that is shown. */
+export function alarmsNow(run) {
+  return run.alarms.filter(({ since, until }) => since <= run.step && (until === null || run.step < until));
+}
+
 /** What the map shows of a head: its value, or its change since the baseline. */
 export function shown(run, view, layer, head) {
   const value = cell(run.frame, layer, head);
@@ -62,6 +67,7 @@ function kindsOf(runs, view) {
   const kinds = new Set();
   for (const run of runs) {
     if (run.warnings.some((warning) => warning.step === run.step)) kinds.add("warned");
+    for (const alarm of alarmsNow(run)) kinds.add(alarm.severity === "watch" ? "watched" : "alarmed");
     const columns = columnsOf(run);
     for (const layer of run.frame ? run.layers : []) {
       for (let head = 0; head < columns; head++) {
@@ -97,7 +103,7 @@ function range(state, runs, limits) {
  * @param {Data} data - Asked for what is missing; what has not come yet is null here.
  */
 export function derive(state, data) {
-  const problems = data.catalogue.problems.map(({ run, tag, text }) => `${run}, ${tag}: ${text}`);
+  const problems = [];
   const runs = state.runs.map((name, place) => {
     const tag = data.tag(name, state.prefix, state.quantity);
     const about = data.run(name, state.prefix);
@@ -107,16 +113,21 @@ export function derive(state, data) {
       tag,
       record: about.value?.record ?? null,
       warnings: about.value?.warnings ?? [],
+      alarms: about.value?.alarms ?? [],
+      // What is known of the warnings: all, "off" without rules, "part", or why none is
+      known: about.value ? { true: "all", false: "off", null: "part" }[about.value.watched] : about.error ? "error" : "loading",
+      restarts: about.value?.restarts ?? [],
       error: tag ? (about.error ?? null) : "This run has no such quantity.",
       steps: [],
     };
-    for (const text of about.value?.problems ?? []) problems.push(`${name}: ${text}`);
+    for (const text of about.value?.problems ?? []) problems.push({ run: name, tag: "", text });
+    if (about.error) problems.push({ run: name, tag: "", text: `warnings: ${about.error}` });
     if (!tag) return run;
     const summary = data.summary(name, tag);
     run.error = summary.error ?? run.error;
     run.summary = summary.value;
     run.steps = summary.value?.steps ?? [];
-    for (const text of summary.value?.problems ?? []) problems.push(`${name}, ${tag.tag}: ${text}`);
+    for (const text of summary.value?.problems ?? []) problems.push({ run: name, tag: tag.tag, text });
     return run;
   });
 
@@ -150,15 +161,56 @@ export function derive(state, data) {
     place,
     step,
     about,
-    problems,
+    problems: grouped([...problems, ...data.catalogue.problems]),
     range: range(state, runs, about.limits),
     kinds: kindsOf(runs, state.view),
     prefixes: [...new Set(state.runs.flatMap((run) => allTags(data, run).map((tag) => tag.prefix)))],
     quantities: quantitiesOf(state, data),
     lines: lines(state, data, runs),
     levels: levels(runs, state.quantity),
-    warnings: runs.flatMap((run) => run.warnings.map((warning) => ({ ...warning, run: run.name }))),
+    warnings: runs.flatMap((run) => run.warnings.map((warning) => ({ ...warning, run: run.name, state: stateOf(warning, run) }))),
+    known: runs.map(({ name, known }) => ({ name, known })),
   };
+}
+
+/** Problems as lines: one for all tags of a run that have the same. */
+export function grouped(problems) {
+  const lines = new Map();
+  for (const { run, tag, text } of problems) {
+    const key = JSON.stringify([run, text]);
+    if (!lines.has(key)) lines.set(key, { run, text, tags: new Set() });
+    if (tag) lines.get(key).tags.add(tag);
+  }
+  return [...lines.values()].map(({ run, text, tags }) => {
+    const names = [...tags].sort();
+    const some = names.slice(0, 3).join(", ") + (names.length > 3 ? ", ..." : "");
+    const where = names.length > 1 ? ` (${names.length} tags: ${some})` : names.length ? `, ${some}` : "";
+    return `${run}${where}: ${text}`;
+  });
+}
+
+/** What has become of the heads that a warning names. */
+function stateOf(warning, run) {
+  const alarms = run.alarms.filter(({ rule, since }) => rule === warning.rule && since === warning.step);
+  const count = (some) => some.reduce((sum, { heads }) => sum + Object.values(heads).flat().length, 0);
+  const over = alarms.filter(({ until }) => until !== null);
+  const [all, recovered] = [count(alarms), count(over)];
+  if (!all) return "";
+  if (!recovered) return all === 1 ? "still under alarm" : `all ${all} heads still under alarm`;
+  const last = Math.max(...over.map(({ until }) => until));
+  if (all === 1) return `recovered at step ${last}`;
+  if (recovered === all) return over.length === 1 ? `all ${all} heads recovered at step ${last}` : `all ${all} heads recovered, the last at step ${last}`;
+  return `${recovered} of ${all} heads recovered${over.length === 1 ? " at" : ", the last at"} step ${last}; ${all - recovered} still under alarm`;
+}
+
+/** Whether some run has a head of this number at some step; true while that is not known. */
+export function someHas(runs, { layer, head }) {
+  return runs.some((run) => {
+    if (!run.summary) return !run.error;
+    const own = run.record?.layers.find(({ number }) => number === layer);
+    const [rows, columns] = run.summary.shape;
+    return layer < rows && head < columns && (!own || head < own.heads || Number.isFinite(cell(run.frame, layer, head)));
+  });
 }
 
 function failure(frame) {
