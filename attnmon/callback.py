@@ -15,10 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attnmon.alerts import AlertRules
 from attnmon.capture import anything_compiled, is_compiled_function
-from attnmon.dashboard import custom_scalars_layout
-from attnmon.loggers import Sink, make_sink
+from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
-from attnmon.options import MonitorOptions, check_flag, check_state
+from attnmon.options import MonitorOptions, check_flag, check_prefix, check_state
 from attnmon.probe import call_model, tokens_of
 from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
@@ -164,8 +163,7 @@ class AttentionMonitor(pl.Callback):
         layout: bool = True,
         validation_batches: int = 0,
     ) -> None:
-        if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
-            raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
+        check_prefix(prefix)
         if isinstance(validation_batches, bool) or not isinstance(validation_batches, int) or validation_batches < 0:
             raise ValueError(
                 f"Expected `validation_batches` to be a whole number >= 0, but got {validation_batches!r}."
@@ -473,17 +471,15 @@ class AttentionMonitor(pl.Callback):
         return self._sinks[id(logger)]
 
     def _arrange(self, trainer: pl.Trainer) -> dict[str, Any] | None:
-        """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept."""
+        """The "Custom Scalars" page, for the first monitor to write."""
         monitors = [c for c in trainer.callbacks if isinstance(c, AttentionMonitor)]  # type: ignore[attr-defined]
         if monitors[0] is not self or not self.layout:
             return None
-        layout: dict[str, Any] = {}
-        for monitor in monitors:
-            names = [column.name for column in monitor._options.columns()]
-            for prefix in (monitor.prefix, f"{monitor.prefix}_val")[: 1 + bool(monitor.validation_batches)]:
-                for category, charts in custom_scalars_layout(names, prefix=prefix).items():
-                    layout[category if prefix == "attn" else f"{category} ({prefix})"] = charts
-        return layout
+        return arrange(
+            (prefix, monitor._options)
+            for monitor in monitors
+            for prefix in (monitor.prefix, f"{monitor.prefix}_val")[: 1 + bool(monitor.validation_batches)]
+        )
 
 
 def _probe_target(pl_module: pl.LightningModule) -> nn.Module:

@@ -6,7 +6,7 @@ Loggers are told apart by the names of their classes, since none of their librar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ from attnmon.options import MonitorOptions
 from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import Board
 
-__all__ = ["Sink", "flat_heads", "make_board", "make_sink"]
+__all__ = ["Sink", "arrange", "flat_heads", "make_board", "make_sink"]
 
 _WANDB_LEVELS = {"watch": "INFO", "warn": "WARN", "critical": "ERROR"}
 _WANDB_PAUSE = 300  # seconds between two alerts of one rule
@@ -106,6 +106,21 @@ def flat_heads(scalars: Mapping[str, float]) -> dict[str, float]:
         {'attn/entropy/layer_03': 1.0, 'attn/entropy/layer_03_head_07': 2.0}
     """
     return {re.sub(r"/(head_\d+)$", r"_\1", key): value for key, value in scalars.items()}
+
+
+def arrange(monitors: Iterable[tuple[str, MonitorOptions]], *, scope: str = "") -> dict[str, Any]:
+    """The "Custom Scalars" page of a log directory: one for all monitors, since only one is kept.
+
+    Args:
+        monitors: First part of the keys, and options, of each.
+        scope: What whoever writes the scalars puts before their keys.
+    """
+    layout: dict[str, Any] = {}
+    for prefix, options in monitors:
+        names = [column.name for column in options.columns()]
+        for category, charts in dashboard.custom_scalars_layout(names, prefix=f"{scope}{prefix}").items():
+            layout[category if prefix == "attn" else f"{category} ({prefix})"] = charts
+    return layout
 
 
 def make_board(

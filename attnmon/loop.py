@@ -12,8 +12,7 @@ from torch import nn
 
 from attnmon.alerts import AlertRules
 from attnmon.capture import Hook
-from attnmon.dashboard import custom_scalars_layout
-from attnmon.loggers import Sink, make_sink
+from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_state
 from attnmon.probe import call_model, to_device
@@ -45,7 +44,7 @@ class Watch:
         self._model = model
         self._options = options
         self._probe = probe
-        layout = custom_scalars_layout(column.name for column in options.columns())
+        layout = arrange([("attn", options)])
         writers = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
         self._sinks: list[tuple[str, Sink]] = [
             (type(one).__name__, make_sink(one, options, prefix="attn", layout=layout)) for one in writers

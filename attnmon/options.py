@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attnmon.alerts import ALERT_QUANTITIES, AlertRules
 from attnmon.quantities import Column, expand_quantities
 
-__all__ = ["MonitorOptions", "check_flag", "check_state"]
+__all__ = ["MonitorOptions", "check_flag", "check_prefix", "check_state"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,12 @@ def check_flag(name: str, value: object) -> None:
     """Raises a TypeError that names the argument unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"Expected `{name}` to be True or False, but got {value!r} ({type(value).__name__}).")
+
+
+def check_prefix(prefix: object) -> None:
+    """Raises a ValueError unless keys can begin with it."""
+    if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
+        raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
 
 
 def check_state(state: object, *keys: str) -> None:

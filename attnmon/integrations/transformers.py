@@ -15,10 +15,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from attnmon.alerts import AlertRules
 from attnmon.capture import anything_compiled
-from attnmon.dashboard import custom_scalars_layout
-from attnmon.loggers import flat_heads, make_board
+from attnmon.loggers import arrange, flat_heads, make_board
 from attnmon.monitor import Monitor
-from attnmon.options import MonitorOptions, check_flag
+from attnmon.options import MonitorOptions, check_flag, check_prefix
 from attnmon.probe import call_model, to_device, tokens_of
 from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
@@ -115,8 +114,7 @@ class AttentionMonitorCallback(TrainerCallback):
         layout: bool = True,
         probe: Any = None,
     ) -> None:
-        if not isinstance(prefix, str) or not prefix or prefix.endswith("/"):
-            raise ValueError(f"Expected `prefix` to be a name without a trailing '/', but got {prefix!r}.")
+        check_prefix(prefix)
         if prefix.startswith(("eval_", "test_")):
             raise ValueError(
                 f"Expected `prefix` not to begin with 'eval_' or 'test_', but got {prefix!r}: the Trainer's loggers "
@@ -369,16 +367,11 @@ class AttentionMonitorCallback(TrainerCallback):
         return self._board[1]
 
     def _arrange(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The "Custom Scalars" page: one for all monitors, since only one is kept."""
+        """The "Custom Scalars" page, for the first monitor to write."""
         monitors = [c for c in trainer.callback_handler.callbacks if isinstance(c, AttentionMonitorCallback)]
         if monitors[0] is not self or not self.layout:
             return None
-        layout: dict[str, Any] = {}
-        for monitor in monitors:
-            names = [column.name for column in monitor._options.columns()]
-            for category, charts in custom_scalars_layout(names, prefix=f"{_SCOPE}{monitor.prefix}").items():
-                layout[category if monitor.prefix == "attn" else f"{category} ({monitor.prefix})"] = charts
-        return layout
+        return arrange(((monitor.prefix, monitor._options) for monitor in monitors), scope=_SCOPE)
 
     def _release(self) -> None:
         self._stop_listening()
