@@ -12,9 +12,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 
-from attnmon.alerts import AlertRules
+from attnmon.alerts import Alert, AlertRules
 from attnmon.capture import anything_compiled, is_compiled_function
+from attnmon.events import gradient_norm, largest_rate
 from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_prefix, check_state
@@ -115,6 +117,16 @@ class AttentionMonitor(pl.Callback):
         max_overhead: Most of the run's time that the monitor may take, e.g. 0.01. Where ``every_n_steps`` would take
             more it samples less often, at multiples of that, and says so. The first sample comes in any case. None: no
             limit.
+        actions: What is done about an alert beside logging it, by severity: ``"log"`` (nothing more), ``"warn"`` (a
+            Python warning), ``"stop"`` (also ends the run after its step, as ``Trainer.should_stop`` does) or
+            ``"raise"`` (`attnmon.alerts.AttentionAlertError`, after everything has been written). What is not named
+            keeps its default: ``{"watch": "log", "warn": "warn", "critical": "warn"}``.
+        on_alert: Called with each `attnmon.alerts.Alert`, and with each recovery, in the first process, once it has
+            been written. An error in it costs one warning.
+        keep_batches: Folder into which the batch that raised an alert (of level warn or above) is saved, for a replay:
+            ``torch.load(".../step_000120.pt")["batch"]``. None: none is kept.
+        baselines: What another run has learned of each head: the file that its `save_baselines` wrote. Heads that it
+            knows are judged from their first sample on.
         prefix: First part of each key. Two monitors of one Trainer need different ones.
         per_head: Logs a scalar per head beside the mean per layer.
         images: Draws the layer x head images for TensorBoard.
@@ -157,6 +169,10 @@ class AttentionMonitor(pl.Callback):
         strict: bool = False,
         seed: int = 0,
         max_overhead: float | None = None,
+        actions: dict[str, str] | None = None,
+        on_alert: Callable[[Alert], object] | None = None,
+        keep_batches: str | None = None,
+        baselines: str | None = None,
         prefix: str = "attn",
         per_head: bool = False,
         images: bool = True,
@@ -189,6 +205,10 @@ class AttentionMonitor(pl.Callback):
             strict=strict,
             seed=seed,
             max_overhead=max_overhead,
+            actions=actions,
+            on_alert=on_alert,
+            keep_batches=keep_batches,
+            baselines=baselines,
         )
         self.prefix = prefix
         self.per_head = per_head
@@ -203,6 +223,9 @@ class AttentionMonitor(pl.Callback):
         self._sampled_step: int | None = None
         self._probe_batch: Any = None
         self._batch: Any = None  # of the sampled step, until its backward pass begins
+        self._looked_at: Any = None  # the same, where it may be kept for a replay, until the step is done
+        self._norm: Tensor | None = None  # of the gradients of the sampled step
+        self._held: Snapshot | None = None  # with alerts, until what is known of its step is complete
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
         self._sinks: dict[int, Sink] = {}  # id of a logger -> what passes samples on to it
@@ -212,6 +235,19 @@ class AttentionMonitor(pl.Callback):
     def latest(self) -> Snapshot | None:
         """The newest Snapshot of the source, None before the first."""
         return self._monitor.latest
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts and recoveries of the run, those from before a resume included, the newest thousand."""
+        return self._monitor.alerts
+
+    def save_baselines(self, path: str) -> None:
+        """Writes what the rules have learned of each head, as JSON, for the argument ``baselines`` of another run.
+
+        Raises:
+            ValueError: Nothing has been learned yet, or the rules are off.
+        """
+        self._monitor.save_baselines(path)
 
     @property
     def state_key(self) -> str:
@@ -231,7 +267,14 @@ class AttentionMonitor(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning binds `log` and `log_dict` of the module to a callback: a copy or a pickle leaves the module behind.
-        empty: dict[str, Any] = {"_probe_batch": None, "_batch": None, "_sinks": {}}
+        empty: dict[str, Any] = {
+            "_probe_batch": None,
+            "_batch": None,
+            "_looked_at": None,
+            "_norm": None,
+            "_held": None,
+            "_sinks": {},
+        }
         left = {"log", "log_dict", *empty}
         return {**empty, **{k: v for k, v in self.__dict__.items() if k not in left}}
 
@@ -277,8 +320,15 @@ class AttentionMonitor(pl.Callback):
                 )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the model as it was found: Lightning calls no teardown after an error."""
+        """Leaves the model as it was found, and writes what was held: Lightning calls no teardown after an error."""
         self._monitor.unbind()
+        held, self._held = self._held, None
+        self._log(trainer, self._monitor.note(held), self.prefix)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes what was held for a step that was not finished."""
+        if self._held is not None:
+            self._release_held(trainer, None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leaves the model as it was found."""
@@ -297,10 +347,11 @@ class AttentionMonitor(pl.Callback):
         self._sampled_step = self._step
         if self._options.source == "probe":
             snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
-            self._log(trainer, snapshot, self.prefix)
+            self._hold(trainer, snapshot, self._probe_batch)
             return
         if self._compiled_step is None:
             self._compiled_step = is_compiled_function(pl_module.training_step)
+        self._looked_at = batch if self._options.keep_batches is not None else None
         if self._compiled_step:
             self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
             return
@@ -328,9 +379,46 @@ class AttentionMonitor(pl.Callback):
         """Detaches and logs, at the step that ``pl_module.log`` uses for this batch."""
         self._batch = None
         if self._monitor.is_open:
-            self._log(trainer, self._monitor.close(self._step), self.prefix)
+            looked_at, self._looked_at = self._looked_at, None
+            self._hold(trainer, self._monitor.close(self._step), looked_at)
         # The step count moves on when the next batch starts: a validation in between belongs to this step.
         self._stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if self._held is not None and self._stepped:
+            self._release_held(trainer, outputs)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Takes the norm of a sampled step's gradients before they are clipped; an alert has it read."""
+        if not (self._monitor.is_open or self._held is not None) or not self._options.alerts:
+            return
+        if isinstance(trainer.strategy.model, FullyShardedDataParallel):  # this process has a part of them
+            return
+
+        def take() -> None:
+            self._norm = gradient_norm(list(pl_module.parameters()))
+
+        with self._monitor.meter.running():
+            self._monitor.attempt("the gradients' norm", take)
+
+    def _hold(self, trainer: pl.Trainer, snapshot: Snapshot | None, looked_at: Any) -> None:
+        """Writes a sample; one with alerts, once what is known of its step is complete."""
+        if snapshot is not None and (snapshot.alerts or snapshot.recoveries):
+            self._held, self._looked_at = snapshot, looked_at
+        else:
+            self._log(trainer, self._monitor.note(snapshot), self.prefix)
+
+    def _release_held(self, trainer: pl.Trainer, outputs: Any) -> None:
+        held, looked_at, norm = self._held, self._looked_at, self._norm
+        self._held = self._looked_at = self._norm = None
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        rates = [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
+        snapshot = self._monitor.note(
+            held, loss=loss, grad_norm=norm, learning_rate=max(rates, default=None), batch=looked_at
+        )
+        self._log(trainer, snapshot, self.prefix)
+        if self._monitor.act(snapshot):
+            trainer.should_stop = True
 
     # -- validation ---------------------------------------------------------------------------------------------
 

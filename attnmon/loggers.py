@@ -75,11 +75,13 @@ class WandbSink(Sink):
         for quantity, values in snapshot.values.items() if images else ():
             picture = dashboard.quantity_image(quantity, values)
             self._logger.log_image(dashboard.image_tag(quantity, prefix), [picture], step=snapshot.step)
-        for alert in snapshot.alerts:
+        for alert in (*snapshot.alerts, *snapshot.recoveries):
             self._logger.experiment.alert(
-                title=f"{prefix}: {alert.title}"[:63],  # as long as it may be; the pause goes by it
+                title=f"{prefix}: {alert.title}{' over' if alert.ended else ''}"[
+                    :63
+                ],  # its limit; the pause goes by it
                 text=alert.message,
-                level=_WANDB_LEVELS.get(alert.severity, "WARN"),
+                level="INFO" if alert.ended else _WANDB_LEVELS.get(alert.severity, "WARN"),
                 wait_duration=_WANDB_PAUSE,
             )
 
@@ -93,8 +95,9 @@ class MlflowSink(Sink):
         for quantity, values in snapshot.values.items() if images else ():
             picture = dashboard.quantity_image(quantity, values)
             client.log_image(run_id, picture, key=dashboard.image_tag(quantity, prefix), step=snapshot.step)
-        for alert in snapshot.alerts:
-            file = f"{dashboard.warning_tag(alert.rule, prefix)}/step_{alert.step:06d}.md"
+        for alert in (*snapshot.alerts, *snapshot.recoveries):
+            end = "_over" if alert.ended else ""
+            file = f"{dashboard.warning_tag(alert.rule, prefix)}/step_{alert.step:06d}{end}.md"
             client.log_text(run_id, dashboard.alert_markdown(alert), file)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from attnmon.alerts import AlertRules
+from attnmon.alerts import Alert, AlertRules
 from attnmon.capture import Hook
 from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
@@ -30,6 +30,7 @@ class Watch:
     Attributes:
         latest: The newest Snapshot, None before the first.
         step_count: Number of optimizer steps made.
+        should_stop: Whether an alert's severity has asked for an end of the run (``actions``). The loop has to look.
     """
 
     def __init__(self, model: nn.Module, options: MonitorOptions, probe: Any, writer: Any, per_head: bool) -> None:
@@ -52,12 +53,27 @@ class Watch:
         self._per_head = per_head
         self._active = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._known: dict[str, Any] = {}  # of the step that ended last
         self.step_count = 0
+        self.should_stop = False
 
     @property
     def latest(self) -> Snapshot | None:
         """The newest Snapshot, None before the first."""
         return self._monitor.latest
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts and recoveries of the run, those from before a resume included, the newest thousand."""
+        return self._monitor.alerts
+
+    def save_baselines(self, path: str) -> None:
+        """Writes what the rules have learned of each head, as JSON, for the argument ``baselines`` of another run.
+
+        Raises:
+            ValueError: Nothing has been learned yet, or the rules are off.
+        """
+        self._monitor.save_baselines(path)
 
     def __enter__(self) -> Self:
         if self._active:
@@ -79,8 +95,18 @@ class Watch:
         for name, sink in self._sinks:
             self._monitor.attempt(f"writer {name}", sink.save)
 
-    def step(self) -> Snapshot | None:
+    def step(
+        self, *, loss: Any = None, grad_norm: Any = None, learning_rate: float | None = None, batch: Any = None
+    ) -> Snapshot | None:
         """To be called once after each optimizer step.
+
+        Args:
+            loss: Training loss of the step, a number or a tensor with one; this and the following stand beside an
+                alert, and are read only if there is one. With ``source="probe"`` an alert is about the parameters after
+                this step.
+            grad_norm: Norm of the step's gradients, as ``clip_grad_norm_`` returns it.
+            learning_rate: Of the step.
+            batch: Of the step, to be kept for a replay with ``keep_batches``.
 
         Returns:
             The Snapshot of the step that was just made if that was a sampled one, else None. With
@@ -89,10 +115,13 @@ class Watch:
         if not self._active:
             raise RuntimeError("Expected `step()` to be called inside `with watch(model) as monitor:`.")
         self._remove_hooks()
+        self._known = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "batch": batch}
         snapshot = self._monitor.close(self.step_count) if self._monitor.is_open else None
-        self._record(snapshot)
-        self.step_count += 1
-        return self._begin() or snapshot
+        self.step_count += 1  # an alert that raises leaves a count behind that a resumed run can go on from
+        snapshot = self._record(snapshot)
+        following = self._begin()
+        self._known = {}
+        return following or snapshot
 
     def look(self, batch: Any | Callable[[nn.Module], object]) -> None:
         """To be called before each optimizer step where the loop compiles a function around the model.
@@ -139,9 +168,7 @@ class Watch:
         if not self._monitor.due(self.step_count):
             return None
         if self._options.source == "probe":
-            snapshot = self._monitor.sample(self.step_count, "probe", lambda _: self._run(self._probe))
-            self._record(snapshot)
-            return snapshot
+            return self._record(self._monitor.sample(self.step_count, "probe", lambda _: self._run(self._probe)))
         if self._monitor.blind:
             return None
         window = self._monitor.open(self.step_count)
@@ -178,15 +205,18 @@ class Watch:
                 device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
                 call_model(self._model, to_device(batch, device))
 
-    def _record(self, snapshot: Snapshot | None) -> None:
-        if snapshot is None or not self._sinks:
-            return
-        with self._monitor.writing():
-            scalars = snapshot.scalars(per_head=self._per_head)
-            due = worth_pictures(snapshot, self._options.every_n_steps)
-            for name, sink in self._sinks:
-                write = partial(sink.write, snapshot, scalars, prefix="attn", images=due)
-                self._monitor.attempt(f"writer {name}", write)
+    def _record(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """Notes, writes and acts on a sample."""
+        snapshot = self._monitor.note(snapshot, **self._known)
+        if snapshot is not None and self._sinks:
+            with self._monitor.writing():
+                scalars = snapshot.scalars(per_head=self._per_head)
+                due = worth_pictures(snapshot, self._options.every_n_steps)
+                for name, sink in self._sinks:
+                    write = partial(sink.write, snapshot, scalars, prefix="attn", images=due)
+                    self._monitor.attempt(f"writer {name}", write)
+        self.should_stop |= self._monitor.act(snapshot)
+        return snapshot
 
 
 def watch(
@@ -211,6 +241,10 @@ def watch(
     strict: bool = False,
     seed: int = 0,
     max_overhead: float | None = None,
+    actions: dict[str, str] | None = None,
+    on_alert: Callable[[Alert], object] | None = None,
+    keep_batches: str | None = None,
+    baselines: str | None = None,
     writer: Any = None,
     per_head: bool = False,
 ) -> Watch:
@@ -249,6 +283,11 @@ def watch(
         seed: Of the draws of sequences and rows.
         max_overhead: Most of the run's time that the monitor may take, e.g. 0.01; it samples less often where the
             cadence would take more. None: no limit.
+        actions: What is done about an alert, by severity: ``"log"``, ``"warn"``, ``"stop"`` (sets `Watch.should_stop`)
+            or ``"raise"``; this and the following as for `attnmon.AttentionMonitor`.
+        on_alert: Called with each alert and each recovery.
+        keep_batches: Folder for the ``batch`` that `Watch.step` was given where there is an alert.
+        baselines: What another run has learned of each head: the file that `Watch.save_baselines` wrote.
 
     Returns:
         A `Watch`: ``.step()`` after each optimizer step gives a Snapshot or None, ``.latest`` the newest one.
@@ -287,5 +326,9 @@ def watch(
         strict=strict,
         seed=seed,
         max_overhead=max_overhead,
+        actions=actions,
+        on_alert=on_alert,
+        keep_batches=keep_batches,
+        baselines=baselines,
     )
     return Watch(model, options, probe, writer, per_head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import math
 import time
 import traceback
@@ -11,15 +12,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnmon.alerts import Alert, AlertEngine, AttentionSaturationWarning
+from attnmon.alerts import Alert, AlertEngine
 from attnmon.capture import anything_compiled, compiled_modules, describe_search, find_attention
 from attnmon.cost import Cost, Meter, next_step
+from attnmon.events import Events
 from attnmon.options import MonitorOptions, check_state
 from attnmon.rerun import uncompiled
 from attnmon.rows import RowSampler
@@ -56,7 +60,8 @@ class Monitor:
         self._columns = options.columns()
         normalize = options.vectors == "embedding" if options.normalize_vectors is None else options.normalize_vectors
         self._window_options = WindowOptions(self._columns, options.vectors, normalize, options.tokens)
-        self._rules = AlertEngine(options.rules, patience=options.patience) if options.alerts else None
+        self._rules = options.engine()
+        self._events = Events(options, self.attempt)
         self._model: nn.Module | None = None
         self._found: list[str] = []
         self._order: list[str] = []  # layer paths in the order of their first call: the layer numbers
@@ -112,6 +117,7 @@ class Monitor:
         return {
             "order": list(self._order),
             "rules": None if self._rules is None else self._rules.state_dict(),
+            "history": self._events.state_dict(),
             "warned": sorted(self._warned),
             "not_before": self._not_before,
             "pace": self._pace,
@@ -123,6 +129,7 @@ class Monitor:
         check_state(state, "order", "rules", "warned")
         self._order = list(state["order"])
         self._warned = set(state["warned"])
+        self._events.load_state_dict(state.get("history", ()))
         self._not_before, self._pace = state.get("not_before", 0), state.get("pace")
         if "meter" in state:
             self.meter.load_state_dict(state["meter"])
@@ -221,11 +228,40 @@ class Monitor:
             is_latest = self.latest is snapshot
             snapshot = dataclasses.replace(snapshot, cost=cost)
             self.latest = snapshot if is_latest else self.latest
-        # Outside the guard: who turns this warning into an error wants to be stopped by it.
-        if snapshot is not None and _rank() == 0:
-            for alert in snapshot.alerts:
-                warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=3)
         return snapshot
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The history: alerts and recoveries of the run, resumed or not, the newest thousand."""
+        return tuple(self._events.history)
+
+    def note(self, snapshot: Snapshot | None, **known: Any) -> Snapshot | None:
+        """Puts what is known of the step beside the sample's alerts, see `attnmon.events.Events.note`.
+
+        To be called once for each sample, before it is written.
+        """
+        if snapshot is None:
+            return None
+        noted = self._events.note(snapshot, **known)
+        self.latest = noted if self.latest is snapshot else self.latest
+        return noted
+
+    def act(self, snapshot: Snapshot | None) -> bool:
+        """Does what the alerts of a sample that has been written ask for, see `attnmon.events.Events.act`.
+
+        Not under a guard: who has a warning made an error of, or asks for one, wants to be stopped by it.
+        """
+        return self._events.act(snapshot)
+
+    def save_baselines(self, path: str | PathLike[str]) -> None:
+        """Writes what has been learned of each head, as JSON, for the argument ``baselines`` of another run.
+
+        Raises:
+            ValueError: Nothing has been learned yet, or the rules are off.
+        """
+        if self._rules is None:
+            raise ValueError("Expected rules to have learned baselines, but got alerts=False. Pass alerts=True.")
+        Path(path).write_text(json.dumps(self._rules.baselines(), allow_nan=False), encoding="utf-8")
 
     def guarded(self, function: Callable[[], None]) -> None:
         """Runs something that may fail without harm to the run: a failure switches the monitor off, with one warning.
@@ -237,7 +273,7 @@ class Monitor:
         if self._failure is not None and not _distributed():
             self._switch_off(self._failure)
 
-    def attempt(self, what: str, function: Callable[[], None]) -> None:
+    def attempt(self, what: str, function: Callable[[], object]) -> None:
         """Runs something outside the monitor that may fail and may do better next time: a failure warns once.
 
         With `strict` it is raised instead.
@@ -249,8 +285,8 @@ class Monitor:
                 raise
             self._warn(
                 f"attempt:{what}",
-                f"attnmon could not write to {what}; this sample is lost there, later ones are tried again without a "
-                f"further warning.\n{traceback.format_exc()}",
+                f"attnmon could not write to {what}, or what was called there failed; this sample is lost there, later "
+                f"ones are tried again without a further warning.\n{traceback.format_exc()}",
             )
 
     def read(self, step: int, source: Source, forward: Callable[[Window], object]) -> None:
@@ -440,7 +476,12 @@ class Monitor:
         if source != "validation":
             if self._rules is not None:
                 alerts = tuple(self._judge(self._rules, snapshot))
-                snapshot = dataclasses.replace(snapshot, alerts=alerts, alarmed=self._rules.alarmed())
+                snapshot = dataclasses.replace(
+                    snapshot,
+                    alerts=alerts,
+                    alarmed=self._rules.alarmed(),
+                    recoveries=tuple(self._rules.recoveries),
+                )
             self.latest = snapshot
         return snapshot
 

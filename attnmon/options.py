@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
-from attnmon.alerts import ALERT_QUANTITIES, AlertRules
+from attnmon.alerts import ALERT_QUANTITIES, Alert, AlertEngine, AlertRules
+from attnmon.alerts.actions import Action, check_actions
 from attnmon.quantities import Column, expand_quantities
 
 __all__ = ["MonitorOptions", "check_flag", "check_prefix", "check_state"]
@@ -40,6 +44,10 @@ class MonitorOptions:
     strict: bool = False
     seed: int = 0
     max_overhead: float | None = None
+    actions: Mapping[str, str] | None = None
+    on_alert: Callable[[Alert], object] | None = None
+    keep_batches: str | PathLike[str] | None = None
+    baselines: str | PathLike[str] | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_whole("every_n_steps", self.every_n_steps, 1)
@@ -71,12 +79,42 @@ class MonitorOptions:
                 f"got {self.max_overhead!r}."
             )
         _check_whole("seed", self.seed, None)
+        check_actions(self.actions)
+        if self.on_alert is not None and not callable(self.on_alert):
+            raise TypeError(
+                f"Expected `on_alert` to be None or a function of one Alert, but got {type(self.on_alert).__name__}."
+            )
+        if self.keep_batches is not None and not isinstance(self.keep_batches, str | PathLike):
+            raise TypeError(
+                f"Expected `keep_batches` to be None or a folder, but got {self.keep_batches!r} "
+                f"({type(self.keep_batches).__name__})."
+            )
+        if isinstance(self.baselines, str | PathLike):  # read now: a wrong one must not end a run that has begun
+            object.__setattr__(self, "baselines", _read_json(self.baselines))
+        self.engine()
         if self.quantities is not None:
             _check_sequence("quantities", self.quantities)
         for layer in () if self.layers is None else _check_sequence("layers", self.layers):
             if not isinstance(layer, str):
                 _check_whole("layers", layer, 0, alternative="a module path")
         self.columns()
+
+    def action_of(self) -> dict[str, Action]:
+        """What is done about an alert of each severity."""
+        return check_actions(self.actions)
+
+    def engine(self) -> AlertEngine | None:
+        """The rules and their memory, with the baselines that were given; None without rules.
+
+        Raises:
+            ValueError: The baselines are not what a monitor saved.
+        """
+        if not self.alerts:
+            return None
+        engine = AlertEngine(self.rules, patience=self.patience)
+        if self.baselines is not None:
+            engine.take_baselines(self.baselines)  # type: ignore[arg-type]
+        return engine
 
     def asked(self) -> tuple[Column, ...]:
         """What was asked for."""
@@ -90,6 +128,16 @@ class MonitorOptions:
         if not self.alerts:
             return asked
         return tuple(dict.fromkeys((*asked, *expand_quantities(ALERT_QUANTITIES, (10,), (1.0,)))))
+
+
+def _read_json(path: str | PathLike[str]) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Expected `baselines` to be a file that a monitor's save_baselines wrote, but reading {str(path)!r} "
+            f"failed: {error}."
+        ) from error
 
 
 def _check_whole(name: str, value: object, least: int | None, alternative: str = "") -> None:

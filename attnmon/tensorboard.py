@@ -59,7 +59,7 @@ def worth_pictures(snapshot: Snapshot, every_n_steps: int) -> bool:
 
 
 def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = True, prefix: str = "attn") -> int:
-    """What scalars can't show: one layer x head image per quantity, and each alert as text.
+    """What scalars can't show: one layer x head image per quantity, and each alert and recovery as text.
 
     Returns:
         Bytes that this takes in the event file.
@@ -72,7 +72,7 @@ def write_pictures(writer: SummaryWriter, snapshot: Snapshot, *, images: bool = 
             picture, tag = dashboard.quantity_image(quantity, values), dashboard.image_tag(quantity, prefix)
             writer.add_image(tag, picture, snapshot.step, dataformats="HWC")
             written += _record(summary.image(tag, picture, dataformats="HWC").ByteSize(), snapshot.step)
-    for alert in snapshot.alerts:
+    for alert in (*snapshot.alerts, *snapshot.recoveries):
         tag, text = dashboard.warning_tag(alert.rule, prefix), dashboard.alert_markdown(alert)
         writer.add_text(tag, text, snapshot.step)
         written += _record(summary.text(tag, text).ByteSize(), snapshot.step)

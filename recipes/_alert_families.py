@@ -173,7 +173,7 @@ _OTHER = replace(_TUNED, other_text=True)
 
 
 def _controls() -> list[Family]:
-    tuned = {
+    setups = {
         "plain": _BASE,
         "deep": _DEEP,
         "post_norm": _POST,
@@ -187,8 +187,6 @@ def _controls() -> list[Family]:
         "tune_slow": replace(_TUNED, rate=3e-4),
         "tune": _TUNED,
         "tune_fast": replace(_TUNED, rate=3e-3),
-    }
-    unseen = {
         "post_norm_rotary_dropout": _POST_ROTARY,
         "gpt2": _GPT2,
         "wide": replace(_BASE, width=128, heads=8, rate=2e-3, steps=200),
@@ -208,10 +206,9 @@ def _controls() -> list[Family]:
     }
     longer = Plant("context", 200, 2.0)
     return [
-        *(Family(name, CONTROL, setup) for name, setup in tuned.items()),
+        *(Family(name, CONTROL, setup) for name, setup in setups.items()),
         Family("longer_context", CONTROL, replace(_ROTARY, context=32), longer),
-        *(Family(name, CONTROL, setup, unseen=True) for name, setup in unseen.items()),
-        Family("longer_context_learned", CONTROL, replace(_BASE, context=32), longer, unseen=True),
+        Family("longer_context_learned", CONTROL, replace(_BASE, context=32), longer),
     ]
 
 
@@ -243,48 +240,122 @@ def _planted() -> list[Family]:
         Family("nan_head", "nonfinite", _POST, Plant("nan", 102, layers=(0,), heads=(3,), hidden=True)),
         Family("nan_in_loss", "nonfinite", _BASE, Plant("nan", 102, layers=(1,), heads=(0,))),
         Family("fp16_head", "nonfinite", _BASE, Plant("fp16", 102, 1.3, layers=(0,), heads=(2,), hidden=True)),
-        # of other setups, sizes and places
-        Family("rate_jump_rotary", "collapse", _ROTARY, Plant("rate", 201, 30.0), unseen=True),
-        Family("rate_jump_gpt2", "collapse", _GPT2, Plant("rate", 127, 60.0), unseen=True),
-        Family("rate_tune", "collapse", _TUNED, Plant("rate", 0, 100.0), unseen=True),
-        Family("huge_init_deep", "collapse", _DEEP, Plant("query_key_size", 0, 12.0), unseen=True),
+        # the same in other setups, sizes and places
+        Family("rate_jump_rotary", "collapse", _ROTARY, Plant("rate", 201, 30.0)),
+        Family("rate_jump_gpt2", "collapse", _GPT2, Plant("rate", 127, 60.0)),
+        Family("rate_tune", "collapse", _TUNED, Plant("rate", 0, 100.0)),
+        Family("huge_init_deep", "collapse", _DEEP, Plant("query_key_size", 0, 12.0)),
         Family(
             "post_norm_rotary_no_warmup",
             "collapse",
             _POST_ROTARY,
             Plant("no_warmup", 0, 30.0),
-            unseen=True,
             also="uniform",
         ),
-        Family("query_key_rate_post", "growth", _POST, Plant("query_key_rate", 81, 30.0), unseen=True),
-        Family("growth_gpt2", "growth", _GPT2, Plant("query_key_growth", 81, 1.012), unseen=True),
-        Family(
-            "growth_head_in_training", "growth", _TRAIN, Plant("query_key_growth", 81, 1.02, (2,), (0,)), unseen=True
-        ),
-        Family("growth_every_50", "growth", _RARE, Plant("query_key_growth", 430, 1.006), unseen=True),
-        Family("growth_tune", "growth", _TUNED, Plant("query_key_growth", 60, 1.015, (0,)), unseen=True),
-        Family("decay_rotary", "uniform", _ROTARY, Plant("query_key_decay", 121, 15.0), unseen=True),
-        Family("hot_post_norm", "uniform", _POST, Plant("temperature", 181, 40.0), unseen=True),
-        Family("hot_layer_dropout", "uniform", _DROPOUT, Plant("temperature", 181, 20.0, (1,)), unseen=True),
-        Family("hot_head_tune", "uniform", _TUNED, Plant("temperature", 91, 30.0, (1,), (2,)), unseen=True),
-        Family("hot_every_50", "uniform", _RARE, Plant("temperature", 430, 25.0), unseen=True),
-        Family("sharp_rms_qk_norm", "sharp", _RMS, Plant("temperature", 181, 0.1), unseen=True),
-        Family("sharp_layer_post_norm", "sharp", _POST, Plant("temperature", 181, 0.1, (1,)), unseen=True),
-        Family("sharp_layer_tune", "sharp", _TUNED, Plant("temperature", 91, 0.05, (1,)), unseen=True),
-        Family("sharp_head_ramp", "sharp", _DEEP, Plant("temperature", 81, 1 / 30, (3,), (1,), over=120), unseen=True),
-        Family("inf_layer_rotary", "nonfinite", _ROTARY, Plant("inf", 61, layers=(2,), hidden=True), unseen=True),
-        Family("inf_in_loss", "nonfinite", _DEEP, Plant("inf", 171, layers=(0,), heads=(0,)), unseen=True),
+        Family("query_key_rate_post", "growth", _POST, Plant("query_key_rate", 81, 30.0)),
+        Family("growth_gpt2", "growth", _GPT2, Plant("query_key_growth", 81, 1.012)),
+        Family("growth_head_in_training", "growth", _TRAIN, Plant("query_key_growth", 81, 1.02, (2,), (0,))),
+        Family("growth_every_50", "growth", _RARE, Plant("query_key_growth", 430, 1.006)),
+        Family("growth_tune", "growth", _TUNED, Plant("query_key_growth", 60, 1.015, (0,))),
+        Family("decay_rotary", "uniform", _ROTARY, Plant("query_key_decay", 121, 15.0)),
+        Family("hot_post_norm", "uniform", _POST, Plant("temperature", 181, 40.0)),
+        Family("hot_layer_dropout", "uniform", _DROPOUT, Plant("temperature", 181, 20.0, (1,))),
+        Family("hot_head_tune", "uniform", _TUNED, Plant("temperature", 91, 30.0, (1,), (2,))),
+        Family("hot_every_50", "uniform", _RARE, Plant("temperature", 430, 25.0)),
+        Family("sharp_rms_qk_norm", "sharp", _RMS, Plant("temperature", 181, 0.1)),
+        Family("sharp_layer_post_norm", "sharp", _POST, Plant("temperature", 181, 0.1, (1,))),
+        Family("sharp_layer_tune", "sharp", _TUNED, Plant("temperature", 91, 0.05, (1,))),
+        Family("sharp_head_ramp", "sharp", _DEEP, Plant("temperature", 81, 1 / 30, (3,), (1,), over=120)),
+        Family("inf_layer_rotary", "nonfinite", _ROTARY, Plant("inf", 61, layers=(2,), hidden=True)),
+        Family("inf_in_loss", "nonfinite", _DEEP, Plant("inf", 171, layers=(0,), heads=(0,))),
         Family(
             "fp16_head_in_training",
             "nonfinite",
             _TRAIN,
             Plant("fp16", 61, 1.2, layers=(1,), heads=(3,), hidden=True),
-            unseen=True,
         ),
     ]
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in [*_controls(), *_planted()]})
+_NARROW_HEADS = Setup(heads=8)
+_BROAD_HEADS = Setup(layers=3, heads=2, width=96, rate=2e-3)
+_MIDDLE = Setup(layers=3, context=128, batch=4, positions="rotary", cosine=True)
+_POST_DEEP = Setup(layers=5, width=48, norm="post", warmup=80, rate=1.5e-3)
+_RMS_DEEP = Setup(layers=4, width=48, query_key_norm="rms", dropout=0.1)
+_GPT2_DEEP = Setup(layers=4, width=48, gpt2=True, rate=2e-3, source="train")
+_TUNED_ROTARY = Setup(layers=3, positions="rotary", pretrained=300, rate=1e-3, warmup=10, steps=200)
+_EVERY_10 = Setup(layers=3, positions="rotary", dropout=0.1, every=10, steps=500)
+_EVERY_25 = Setup(gpt2=True, every=25, steps=800, dropout=0.1)
+_COSINE = Setup(layers=3, query_key_norm="cosine", positions="rotary")
+
+
+def _unseen() -> list[Family]:
+    """Runs that no rule was tuned on: other setups, and other places and sizes of what is planted."""
+    controls = {
+        "narrow_heads": _NARROW_HEADS,
+        "broad_heads": _BROAD_HEADS,
+        "context_128": _MIDDLE,
+        "post_norm_deep": _POST_DEEP,
+        "rms_qk_norm_deep": _RMS_DEEP,
+        "gpt2_deep_in_training": _GPT2_DEEP,
+        "tune_rotary": _TUNED_ROTARY,
+        "every_10": _EVERY_10,
+        "gpt2_every_25": _EVERY_25,
+        "cosine_attention_rotary": _COSINE,
+        "broad_heads_half_rate": replace(_BROAD_HEADS, rate=1e-3),
+        "broad_heads_double_rate": replace(_BROAD_HEADS, rate=4e-3),
+        "rotary_five_layers": replace(_ROTARY, layers=5, width=48, dropout=0.1),
+        "long_rotary": replace(_ROTARY, steps=1200, every=10, cosine=True),
+        "tune_rotary_other": replace(_TUNED_ROTARY, other_text=True),
+        "tune_rotary_fast": replace(_TUNED_ROTARY, rate=2e-3),
+    }
+    longer = Plant("context", 200, 2.0)
+    planted = [
+        ("rate_from_start_128", "collapse", _MIDDLE, Plant("rate", 0, 25.0)),
+        ("rate_jump_narrow", "collapse", _NARROW_HEADS, Plant("rate", 171, 40.0)),
+        ("rate_jump_every_25", "collapse", _EVERY_25, Plant("rate", 430, 40.0)),
+        ("rate_jump_tune", "collapse", _TUNED_ROTARY, Plant("rate", 61, 60.0)),
+        ("huge_init_broad", "collapse", _BROAD_HEADS, Plant("query_key_size", 0, 10.0)),
+        ("query_key_rate_every_10", "growth", _EVERY_10, Plant("query_key_rate", 203, 20.0)),
+        ("growth_layer_narrow", "growth", _NARROW_HEADS, Plant("query_key_growth", 81, 1.012, (0,))),
+        ("growth_head_128", "growth", _MIDDLE, Plant("query_key_growth", 101, 1.015, (1,), (2,))),
+        ("growth_model_post", "growth", _POST_DEEP, Plant("query_key_growth", 101, 1.012)),
+        ("growth_head_tune", "growth", _TUNED_ROTARY, Plant("query_key_growth", 41, 1.02, (2,), (1,))),
+        ("decay_broad", "uniform", _BROAD_HEADS, Plant("query_key_decay", 121, 15.0)),
+        ("hot_gpt2", "uniform", _GPT2_DEEP, Plant("query_key_size", 151, 0.2)),
+        ("hot_layer_128", "uniform", _MIDDLE, Plant("temperature", 151, 35.0, (0,))),
+        ("hot_layers_rms", "uniform", _RMS_DEEP, Plant("temperature", 181, 25.0, (1, 3))),
+        ("hot_head_narrow", "uniform", _NARROW_HEADS, Plant("temperature", 201, 30.0, (0,), (5,))),
+        ("hot_model_tune", "uniform", _TUNED_ROTARY, Plant("temperature", 71, 20.0)),
+        ("hot_head_every_10", "uniform", _EVERY_10, Plant("temperature", 303, 40.0, (2,), (3,))),
+        ("sharp_model_narrow", "sharp", _NARROW_HEADS, Plant("temperature", 151, 0.1)),
+        ("sharp_layer_rms", "sharp", _RMS_DEEP, Plant("temperature", 151, 1 / 30, (0,))),
+        ("sharp_head_every_10", "sharp", _EVERY_10, Plant("temperature", 303, 0.05, (0,), (1,))),
+        ("sharp_ramp_post", "sharp", _POST_DEEP, Plant("temperature", 121, 1 / 30, over=120)),
+        ("sharp_from_start_broad", "sharp", _BROAD_HEADS, Plant("temperature", 0, 1 / 30)),
+        ("sharp_cosine", "sharp", _COSINE, Plant("temperature", 151, 0.1)),
+        ("inf_head_rms", "nonfinite", _RMS_DEEP, Plant("inf", 81, layers=(2,), heads=(3,), hidden=True)),
+        ("nan_layer_128", "nonfinite", _MIDDLE, Plant("nan", 121, layers=(0,), hidden=True)),
+        ("fp16_head_broad", "nonfinite", _BROAD_HEADS, Plant("fp16", 81, 1.3, layers=(2,), heads=(1,), hidden=True)),
+    ]
+    return [
+        *(Family(name, CONTROL, setup, unseen=True) for name, setup in controls.items()),
+        Family("longer_context_128", CONTROL, replace(_MIDDLE, context=64, cosine=False), longer, unseen=True),
+        *(Family(*one, unseen=True) for one in planted),
+        Family(
+            "post_norm_deep_no_warmup",
+            "collapse",
+            _POST_DEEP,
+            Plant("no_warmup", 0, 25.0),
+            unseen=True,
+            also="uniform",
+        ),
+    ]
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in [*_controls(), *_planted(), *_unseen()]}
+)
 
 
 def twin(family: Family) -> Family:

@@ -74,7 +74,7 @@ def test_tensorboard_gets_the_data_of_the_tab_for_training_and_validation(tmp_pa
     (run,) = found.Tensors("attnmon/attn/run")
     record = read_json(run.tensor_proto.string_val[0])
     assert record["every_n_steps"] == 1
-    assert ("score_spread", 10.0) in {(level["quantity"], level["limit"]) for level in record["levels"]}
+    assert ("score_spread", 15.0) in {(level["quantity"], level["limit"]) for level in record["levels"]}
     (run,) = found.Tensors("attnmon/attn_val/run")
     assert read_json(run.tensor_proto.string_val[0])["source"] == "validation"
 
@@ -105,6 +105,7 @@ class TestWandb:
         wandb = pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
+        monkeypatch.chdir(tmp_path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)  # the library's own
             yield WandbLogger(project="attnmon", save_dir=tmp_path, offline=True)
@@ -174,7 +175,7 @@ def test_one_logger_that_fails_costs_the_others_nothing(tmp_path):
     module.log = lambda *args, **kwargs: None  # only the monitor logs
     with pytest.warns(UserWarning, match="could not write to logger") as caught:
         fit(tmp_path, *loggers, module=module, steps=3, strict=False)
-    assert [str(w.message).split(";")[0] for w in caught if "attnmon" in str(w.message)] == [
+    assert [str(w.message).split(",")[0] for w in caught if "attnmon" in str(w.message)] == [
         "attnmon could not write to logger Full (1 of 3)",
         "attnmon could not write to logger WandbLogger (2 of 3)",
     ]

@@ -142,4 +142,4 @@ def test_an_unknown_quantity_describes_itself():
 
 def test_fixed_levels_are_those_of_level_rules():
     levels = AlertRules().fixed_levels(["active_share", "score_spread", "entropy_normalized"])
-    assert {(level["quantity"], level["limit"]) for level in levels} == {("active_share", 0.06), ("score_spread", 10.0)}
+    assert {(level["quantity"], level["limit"]) for level in levels} == {("active_share", 0.06), ("score_spread", 15.0)}

@@ -1,9 +1,9 @@
 """What a rule is, what it remembers of a head, and the one step that all rules share.
 
-Two kinds. A **baseline** rule compares a head with what it has learned of that same head; a **level** rule compares
-it with a fixed number. Healthy heads differ so much in level (an attention sink has entropy near 0, a head that
-averages has it near 1, and training from scratch starts every head at 1) that only temperature, score size, the
-active set and non-finite rows are judged by level.
+A rule watches **signals**: series of one head's figures. A signal with a **baseline** is compared with what has been
+learned of that same head; one with a **level** with a fixed number. Healthy heads differ so much in level (an attention
+sink has entropy near 0, a head that averages has it near 1, and training from scratch starts every head at 1) that
+levels are used only where no healthy head comes near.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 __all__ = [
+    "JACOBIAN_SHARE",
     "NON_FINITE_ROWS",
+    "NOT_MEASURED",
     "SEVERITIES",
     "TEMPERATURE",
     "BaselineRule",
+    "Change",
     "HeadMemory",
     "Rule",
     "Signal",
+    "advance",
     "check",
     "check_order",
+    "check_whole",
     "if_present",
-    "observe",
+    "is_beyond",
 ]
 
 SEVERITIES = ("watch", "warn", "critical")
@@ -32,6 +37,12 @@ SEVERITIES = ("watch", "warn", "critical")
 # Names under which the engine presents what is not a quantity of the snapshot.
 TEMPERATURE = "temperature"
 NON_FINITE_ROWS = "nonfinite_rows"
+NOT_MEASURED = "not_measured"
+JACOBIAN_SHARE = "jacobian_share"
+
+_UNREST_RATE = 0.2
+
+Change = Literal["", "raised", "ended"]
 
 
 @dataclass(frozen=True)
@@ -42,26 +53,44 @@ class Signal:
         quantity: Its key in the sample's values.
         label: What a message calls it.
         rises: True if trouble is upward, False if it is downward.
+        way: Sets it apart from the rule's other signals of the same quantity.
+        learning: Weights of a calm sample in the baseline, on its good and on its bad side; None: a level, not learned.
+        patience: Consecutive measured samples beyond the limit; None: the rule's.
+        grace: Samples of a head, from its first, in which the signal raises nothing.
+        crowd: Least share of a layer's heads (and two of them) that must be beyond the limit together; 0: each by
+            itself.
     """
 
     quantity: str
     label: str
     rises: bool
+    way: str = ""
+    learning: tuple[float, float] | None = None
+    patience: int | None = None
+    grace: int = 0
+    crowd: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Its name among the signals of its rule."""
+        return f"{self.quantity}:{self.way}" if self.way else self.quantity
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HeadMemory:
-    """What one rule remembers of one head and one signal. Plain numbers only; a new one is made for every sample.
+    """What one signal of one rule remembers of one head. Plain numbers only.
 
     Attributes:
         seen: Samples in which the head was measured.
-        baseline: Learned level of the figure, None before the first sample.
+        baseline: Learned level of the figure, None before the first sample and for a level.
         baseline_error: Standard error of the baseline.
         scatter: Standard deviation of the figure from one calm sample to the next (what other batches do to it).
+        unrest: Moving average of ``|log|`` of the figure over that of the sample before.
         last: Figure of the last calm sample.
         streak: Consecutive measured samples beyond the limit.
         since: Step of the first of them.
         alarmed: Whether an alert has been raised that the head has not recovered from.
+        alarm_since: While alarmed, the step at which it was raised.
         quiet: While alarmed, consecutive measured samples back on the good side.
     """
 
@@ -69,10 +98,12 @@ class HeadMemory:
     baseline: float | None = None
     baseline_error: float = 0.0
     scatter: float = 0.0
+    unrest: float = 0.0
     last: float | None = None
     streak: int = 0
     since: int | None = None
     alarmed: bool = False
+    alarm_since: int | None = None
     quiet: int = 0
 
 
@@ -93,6 +124,12 @@ def check_order(rule: str, lesser: str, a: float, greater: str, b: float, reason
         )
 
 
+def check_whole(rule: str, name: str, value: object, least: int, advice: str) -> None:
+    """An integer >= ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Expected `{name}` of `{rule}` to be an integer >= {least}, but got {value!r}. {advice}")
+
+
 @dataclass(frozen=True)
 class Rule:
     """What all rules share.
@@ -100,9 +137,10 @@ class Rule:
     Attributes:
         patience: Consecutive measured samples beyond the limit before the alert; None = the engine's. Recovery
             always takes the engine's number of samples.
-        severity: "watch" (worth a look), "warn" or "critical".
-        sigmas: How many standard errors a figure must lie beyond noise to count. For a baseline rule the noise is
-            the sample's standard error, the baseline's and the head's own scatter between samples, combined.
+        severity: "watch" (worth a look: logged only, unless the monitor's ``actions`` say more), "warn" or "critical".
+        sigmas: How many standard errors a figure must lie beyond noise to count. Where a baseline is learned the noise
+            is the sample's standard error and the baseline's, combined, for some rules with the head's own scatter
+            between samples.
     """
 
     patience: int | None = None
@@ -113,7 +151,8 @@ class Rule:
     title: ClassVar[str]
     meaning: ClassVar[str]
     remedy: ClassVar[str]
-    learns: ClassVar[bool] = False
+    counts_scatter: ClassVar[bool] = True
+    at_the_limit: ClassVar[bool] = True  # whether a figure at a level itself counts
 
     def __post_init__(self) -> None:
         if self.patience is not None and (
@@ -129,21 +168,20 @@ class Rule:
             )
         check(self.name, "sigmas", self.sigmas, -1e-300, math.inf, "0 ignores the standard errors.")
 
-    @property
-    def grace(self) -> int:
-        """Samples of a head, from its first, in which it can't raise an alert."""
-        return 0
-
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """Which of the measured quantities this rule watches."""
         raise NotImplementedError
 
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
-        """``(enter, leave)`` for a head with this baseline (NaN for a level rule)."""
+        """``(enter, leave)`` for a head with this baseline (NaN for a level)."""
         raise NotImplementedError
 
-    def in_company(self, figures: Mapping[str, float]) -> bool:
-        """Whether the head's other figures allow this rule to count the sample."""
+    def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
+        """Whether the head's other figures allow this sample to count."""
+        return True
+
+    def ready(self, signal: Signal, memory: HeadMemory) -> bool:
+        """Whether the head's past allows this sample to count."""
         return True
 
     def may_learn(self, figures: Mapping[str, float]) -> bool:
@@ -168,12 +206,15 @@ class BaselineRule(Rule):
     learn_better: float = 0.2
     learn_worse: float = 0.05
 
-    learns: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("learn_better", "learn_worse"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "It is the weight of one new sample.")
+
+    @property
+    def learning(self) -> tuple[float, float]:
+        """See `Signal.learning`."""
+        return self.learn_better, self.learn_worse
 
 
 def if_present(quantities: Iterable[str], *signals: Signal) -> tuple[Signal, ...]:
@@ -182,7 +223,31 @@ def if_present(quantities: Iterable[str], *signals: Signal) -> tuple[Signal, ...
     return tuple(signal for signal in signals if signal.quantity in present)
 
 
-def observe(
+def is_beyond(rule: Rule, signal: Signal, memory: HeadMemory, value: float, error: float) -> bool:
+    """Whether a head's figure lies beyond the limit, by more than noise.
+
+    Args:
+        rule: The rule.
+        signal: Which of its signals.
+        memory: What it remembers of this head.
+        value: The figure. NaN or infinite = not measured.
+        error: Its standard error.
+    """
+    if not math.isfinite(value):
+        return False
+    sign = 1.0 if signal.rises else -1.0
+    if signal.learning is None:
+        margin = sign * (value - rule.limits(signal, math.nan)[0]) - rule.sigmas * error
+        return margin >= 0.0 if rule.at_the_limit else margin > 0.0
+    if memory.baseline is None or not rule.ready(signal, memory):
+        return False
+    if sign * (value - rule.limits(signal, memory.baseline)[0]) <= 0.0:
+        return False
+    noise = math.hypot(error, memory.baseline_error, memory.scatter if rule.counts_scatter else 0.0)
+    return sign * (value - memory.baseline) > rule.sigmas * noise
+
+
+def advance(
     rule: Rule,
     signal: Signal,
     memory: HeadMemory,
@@ -191,70 +256,60 @@ def observe(
     step: int,
     patience: int,
     *,
-    company: bool = True,
+    beyond: bool,
     learn: bool = True,
-) -> tuple[HeadMemory, bool]:
-    """Show one head's figure to one rule.
+) -> Change:
+    """Take in one head's figure.
 
     Args:
         rule: The rule.
         signal: Which of its signals.
-        memory: What it remembers of this head (`HeadMemory()` at first).
+        memory: What it remembers of this head, which is changed; `HeadMemory()` at first.
         value: The figure; NaN or infinite = not measured, which changes nothing.
-        error: Its standard error; NaN or infinite counts as unknown, i.e. 0.
+        error: Its standard error.
         step: Optimizer step of the sample.
-        patience: Samples to enter where the rule has no number of its own, and to leave.
-        company: Whether the head's other figures allow this sample to count as beyond the limit.
-        learn: Whether they allow the baseline to learn it. A head is judged from the first learned sample on.
+        patience: Samples to enter where neither signal nor rule has a number of its own, and to leave.
+        beyond: Whether it counts as beyond the limit.
+        learn: Whether the baseline may learn it. A head is judged from the first learned sample on.
 
     Returns:
-        The new memory, and True if the alert is raised by this sample.
+        Whether the alarm is raised, or has ended, by this sample.
     """
     if not math.isfinite(value):
-        return memory, False
-    error = error if math.isfinite(error) else 0.0
-    sign = 1.0 if signal.rises else -1.0
-    seen = memory.seen + 1
-    if rule.learns and memory.baseline is None:
-        if not learn:
-            return HeadMemory(seen=seen), False
-        return HeadMemory(seen=seen, baseline=value, baseline_error=error, last=value), False
-    baseline = math.nan if memory.baseline is None else memory.baseline
-    enter, leave = rule.limits(signal, baseline)
-    excess = sign * (value - enter)
-    if rule.learns:
-        noise = math.sqrt(error**2 + memory.baseline_error**2 + memory.scatter**2)
-        beyond = excess > 0.0 and sign * (value - baseline) > rule.sigmas * noise
+        return ""
+    memory.seen += 1
+    if signal.learning is not None and memory.baseline is None:
+        if learn:
+            memory.baseline, memory.baseline_error, memory.last = value, error, value
+        return ""
+    change: Change = ""
+    if beyond:
+        memory.since = memory.since if memory.streak else step
+        memory.streak += 1
     else:
-        beyond = excess >= rule.sigmas * error
-    beyond = beyond and company
-    good = sign * (value - leave) < 0.0
-
-    streak = memory.streak + 1 if beyond else 0
-    since = (memory.since if memory.streak else step) if beyond else None
-    alarmed, quiet, raised = memory.alarmed, 0, False
-    if alarmed:
-        quiet = memory.quiet + 1 if good else 0
-        if quiet >= patience:
-            alarmed, quiet = False, 0
-    elif seen > rule.grace and streak >= (rule.patience or patience):
-        alarmed = raised = True
-
-    learned: dict[str, Any] = {
-        "baseline": memory.baseline,
-        "baseline_error": memory.baseline_error,
-        "scatter": memory.scatter,
-        "last": memory.last,
-    }
-    if isinstance(rule, BaselineRule) and learn and not beyond and not alarmed:
+        memory.since, memory.streak = None, 0
+    if memory.alarmed:
+        baseline = math.nan if memory.baseline is None else memory.baseline
+        leave = rule.limits(signal, baseline)[1]
+        good = not beyond and (value < leave if signal.rises else value > leave)
+        memory.quiet = memory.quiet + 1 if good else 0
+        if memory.quiet >= patience:
+            memory.alarmed, memory.quiet, change = False, 0, "ended"
+    elif memory.seen > signal.grace and memory.streak >= (signal.patience or rule.patience or patience):
+        memory.alarmed, memory.alarm_since, change = True, step, "raised"
+    if signal.learning is not None and memory.baseline is not None and learn and not (beyond or memory.alarmed):
         # From the first sample on, so that a fine-tuning run is judged from its second; trouble itself is not learned.
-        rate = rule.learn_worse if sign * (value - baseline) > 0.0 else rule.learn_better
-        jump = value - (memory.last if memory.last is not None else value)
-        new = max(0.1, 1.0 / (seen - 1))  # weight of this difference between neighbours
-        learned = {
-            "baseline": baseline + rate * (value - baseline),
-            "baseline_error": math.hypot((1.0 - rate) * memory.baseline_error, rate * error),
-            "scatter": math.sqrt((1.0 - new) * memory.scatter**2 + new * jump**2 / 2.0),
-            "last": value,
-        }
-    return HeadMemory(seen=seen, streak=streak, since=since, alarmed=alarmed, quiet=quiet, **learned), raised
+        worse = value > memory.baseline if signal.rises else value < memory.baseline
+        _learn(memory, memory.baseline, value, error, signal.learning[worse])
+    return change
+
+
+def _learn(memory: HeadMemory, baseline: float, value: float, error: float, rate: float) -> None:
+    last = value if memory.last is None else memory.last
+    new = max(0.1, 1.0 / max(1, memory.seen - 1))  # weight of this difference between neighbours
+    memory.baseline = baseline + rate * (value - baseline)
+    memory.baseline_error = math.hypot((1.0 - rate) * memory.baseline_error, rate * error)
+    memory.scatter = math.sqrt((1.0 - new) * memory.scatter**2 + new * (value - last) ** 2 / 2.0)
+    if value > 0.0 and last > 0.0:
+        memory.unrest += _UNREST_RATE * (abs(math.log(value / last)) - memory.unrest)
+    memory.last = value

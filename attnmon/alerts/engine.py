@@ -7,20 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from attnmon.alerts.base import NON_FINITE_ROWS, TEMPERATURE, HeadMemory, Rule, Signal, observe
+from attnmon.alerts.base import (
+    JACOBIAN_SHARE,
+    NON_FINITE_ROWS,
+    NOT_MEASURED,
+    TEMPERATURE,
+    HeadMemory,
+    Rule,
+    Signal,
+    advance,
+    is_beyond,
+)
+from attnmon.alerts.baselines import Baselines
+from attnmon.alerts.messages import Told, raised_alert, recovered_alert
 from attnmon.alerts.rules import AlertRules
-from attnmon.alerts.text import Alert, Evidence, describe_heads, figures_text
+from attnmon.alerts.text import Alert
 
-__all__ = ["AlertEngine", "AttentionSaturationWarning"]
+__all__ = ["AlertEngine"]
 
-_VERSION = 1
+_VERSION = 2
 _COMPANY = ("entropy_normalized", "score_spread")  # figures that rules consult beside their own
 _FRESH = asdict(HeadMemory())
 _Figures = Mapping[str, Mapping[int, Sequence[float]]]
-
-
-class AttentionSaturationWarning(UserWarning):
-    """Python warning with which the monitor passes on an `Alert`'s message."""
+_Starts = dict[int, dict[int, int]]  # layer -> head -> step at which its alarm was raised
+_Found = dict[int, dict[int, tuple[float, HeadMemory]]]
 
 
 class AlertEngine:
@@ -28,7 +38,8 @@ class AlertEngine:
 
     An alert is raised when a head enters a rule's trouble and is not repeated while it stays there: only after it has
     recovered (``patience`` samples back beyond the rule's leave level) and entered again. A head that was not
-    measured at a sample (NaN, or absent) is left exactly as it was. Layers and heads may appear at any time.
+    measured at a sample (NaN, or absent) is left exactly as it was, but for the rule that is about this. Layers and
+    heads may appear at any time. All counts are of samples: after a change of the cadence they go on as they are.
 
     Args:
         rules: The rules and their numbers; None = the defaults.
@@ -36,19 +47,26 @@ class AlertEngine:
             consecutive samples back before it ends. 1 or more.
         prefix: First part of `Alert.tag`.
 
+    Attributes:
+        recoveries: What ended at the last sample: at most one `Alert` per rule, with ``ended`` set.
+
     Raises:
         ValueError: If ``patience`` is below 1 or not an integer.
         TypeError: If ``rules`` is not an `AlertRules`.
 
     Example:
         >>> engine = AlertEngine(patience=2)
-        >>> for step, entropy in [(0, 0.5), (50, 0.9), (100, 0.9)]:
-        ...     alerts = engine.update(step, {"entropy_normalized": {3: [0.4, entropy]}}, layers={3: "h.3.attn"})
-        >>> print(alerts[0].summary)
-        entropy rising in head 1 of layer 3 (h.3.attn): normalised entropy 0.90 against a baseline of 0.50 (+80%, \
-limit: 40% of the way from the baseline to 1) for 2 samples, since step 50; attention spreads toward uniform and stops \
-selecting.
-        >>> alerts[0].heads
+        >>> for step, spread, entropy in [(0, 1.4, 0.8), (50, 0.05, 0.99), (100, 0.05, 0.99)]:
+        ...     values = {"score_spread": {3: [1.2, spread]}, "entropy_normalized": {3: [0.8, entropy]}}
+        ...     for alert in engine.update(step, values, layers={3: "h.3.attn"}):
+        ...         print(alert.summary)
+        attention going uniform in head 1 of layer 3 (h.3.attn): score spread 0.05 against a baseline of 1.40 (-96%, \
+limit: 10% of the baseline with normalised entropy above 0.95) at step 50; the scores no longer tell the keys apart, \
+so the head averages all it sees.
+        entropy rising in head 1 of layer 3 (h.3.attn): normalised entropy 0.99 against a baseline of 0.80 (+24%, \
+limit: 40% of the way from the baseline to 1) for 2 samples, since step 50; attention spreads toward uniform and \
+selects less.
+        >>> engine.alarmed()["uniform_drift"]
         {3: (1,)}
     """
 
@@ -66,8 +84,12 @@ selecting.
         self.rules = rules if rules is not None else AlertRules()
         self.patience = patience
         self.prefix = prefix
+        self.recoveries: list[Alert] = []
         self._memory: dict[tuple[str, str], dict[int, dict[int, HeadMemory]]] = {}
         self._raised: dict[str, int] = {}
+        self._heads: dict[int, int] = {}  # number of heads of each layer that was ever measured
+        self._paths: dict[int, str] = {}
+        self._given: Baselines | None = None
 
     def update(
         self,
@@ -90,139 +112,158 @@ selecting.
             nonfinite: Rows with NaN or infinite scores in this sample, per layer and head.
 
         Returns:
-            At most one alert per rule, in the order of the rules; [] if nothing is new.
+            At most one alert per rule, in the order of the rules; [] if nothing is new. What has ended is in
+            `recoveries`.
         """
-        errors = errors or {}
-        layers = layers or {}
-        counts = _head_counts(values, nonfinite or {})
+        self._paths.update(layers or {})
+        figures = self._figures(values, temperatures or {}, nonfinite or {})
+        beside = {
+            layer: [
+                {
+                    name: float(figures[name][layer][head])
+                    for name in _COMPANY
+                    if layer in figures.get(name, ()) and head < len(figures[name][layer])
+                }
+                for head in range(count)
+            ]
+            for layer, count in self._heads.items()
+        }
+        alerts: list[Alert] = []
+        self.recoveries = []
+        for rule in self.rules.active():
+            before = self._alarmed(rule.name)
+            raised: list[Told] = []
+            ended: list[Told] = []
+            for signal in rule.signals(figures):
+                own_errors = (errors or {}).get(signal.quantity, {})
+                new, over = self._watch(rule, signal, step, figures[signal.quantity], own_errors, beside, before)
+                raised.append(Told(signal, new))
+                ended.append(Told(signal, over))
+            after = self._alarmed(rule.name)
+            alert = raised_alert(rule, step, _without(raised, before), self._heads, self._paths, self.prefix, after)
+            if alert is not None:
+                self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
+                alerts.append(alert)
+            recovery = recovered_alert(
+                rule, step, _without(ended, after), self._heads, self._paths, self.prefix, self.patience
+            )
+            if recovery is not None:
+                self.recoveries.append(recovery)
+        return alerts
+
+    def _figures(
+        self, values: _Figures, temperatures: Mapping[int, float], nonfinite: Mapping[int, Sequence[int]]
+    ) -> dict[str, Mapping[int, Sequence[float]]]:
+        """The sample's values, and beside them what is none of its quantities."""
+        for layers in (*values.values(), nonfinite):
+            for layer, row in layers.items():
+                self._heads[layer] = max(self._heads.get(layer, 0), len(row))
         figures: dict[str, Mapping[int, Sequence[float]]] = dict(values)
         if temperatures:
             figures[TEMPERATURE] = {
-                layer: [temperature] * max(1, counts.get(layer, 0)) for layer, temperature in temperatures.items()
+                layer: [temperature] * max(1, self._heads.get(layer, 0)) for layer, temperature in temperatures.items()
             }
         if nonfinite:
             figures[NON_FINITE_ROWS] = nonfinite
-        alerts: list[Alert] = []
-        for rule in self.rules.active():
-            evidence = []
-            begun: list[tuple[int, int]] = []
-            before = self._alarmed(rule.name)
-            for signal in rule.signals(figures):
-                found, since = self._watch(rule, signal, step, figures, errors.get(signal.quantity, {}), before)
-                if found is not None:
-                    evidence.append(found)
-                    begun += since
-            if evidence:
-                alerts.append(self._alert(rule, step, tuple(evidence), begun, counts, layers))
-        return alerts
+        if "jacobian@1.0" in values and temperatures:
+            figures[JACOBIAN_SHARE] = {
+                layer: [2.0 * temperatures[layer] * norm for norm in row]
+                for layer, row in values["jacobian@1.0"].items()
+                if layer in temperatures
+            }
+        tables = [*values.values()]
+        figures[NOT_MEASURED] = {
+            layer: [
+                float(
+                    not any(
+                        layer in table and head < len(table[layer]) and math.isfinite(table[layer][head])
+                        for table in tables
+                    )
+                    and not any(nonfinite.get(layer, ())[head : head + 1])
+                )
+                for head in range(count)
+            ]
+            for layer, count in self._heads.items()
+        }
+        return figures
 
     def _watch(
         self,
         rule: Rule,
         signal: Signal,
         step: int,
-        figures: _Figures,
+        figures: Mapping[int, Sequence[float]],
         errors: Mapping[int, Sequence[float]],
-        before: Mapping[int, Sequence[int]],
-    ) -> tuple[Evidence | None, list[tuple[int, int]]]:
-        """Step one signal of one rule over all heads.
+        beside: Mapping[int, Sequence[Mapping[str, float]]],
+        before: _Starts,
+    ) -> tuple[_Found, _Found]:
+        """Step one signal of one rule over all heads: figure and memory of those that enter, and that leave.
 
-        ``before`` names those already under the rule's alarm. Returns what is new, and for each new head the step of
-        its first sample beyond the limit and the number of samples since.
+        ``beside`` are the figures that rules consult beside their own, ``before`` the heads under the rule's alarm.
         """
-        memories = self._memory.setdefault((rule.name, signal.quantity), {})
-        raised: dict[int, list[tuple[int, float, float, float]]] = {}
-        since: list[tuple[int, int]] = []
-        for layer, row in figures[signal.quantity].items():
-            own = memories.setdefault(int(layer), {})
-            own_errors = errors.get(layer, ())
+        memories = self._memory.setdefault((rule.name, signal.key), {})
+        raised: _Found = {}
+        ended: _Found = {}
+        for layer, row in figures.items():
+            own = memories.setdefault(layer, {})
+            for head in range(len(row)):
+                if head not in own:
+                    own[head] = self._fresh(rule, signal, layer, head)
+            company = beside.get(layer, ())
+            own_errors = [error if math.isfinite(error) else 0.0 for error in errors.get(layer, ())]
+            own_errors += [0.0] * (len(row) - len(own_errors))
+            beyond = [
+                is_beyond(rule, signal, own[head], figure, own_errors[head])
+                and rule.in_company(signal, company[head] if head < len(company) else {})
+                for head, figure in enumerate(row)
+            ]
+            if signal.crowd and sum(beyond) < max(2.0, signal.crowd * len(row)):
+                beyond = [False] * len(row)
             for head, figure in enumerate(row):
-                memory = own.get(head, HeadMemory())
-                error = float(own_errors[head]) if head < len(own_errors) else 0.0
-                others = {
-                    name: float(other[layer][head])
-                    for name in _COMPANY
-                    if layer in (other := figures.get(name, {})) and head < len(other[layer])
-                }
-                after, alarm = observe(
+                memory = own[head]
+                learn = signal.learning is not None and rule.may_learn(company[head] if head < len(company) else {})
+                change = advance(
                     rule,
                     signal,
                     memory,
-                    float(figure),
-                    error,
+                    figure,
+                    own_errors[head],
                     step,
                     self.patience,
-                    company=rule.in_company(others),
-                    learn=rule.may_learn(others),
+                    beyond=beyond[head],
+                    learn=learn,
                 )
-                own[head] = after
-                if alarm and head not in before.get(layer, ()):  # not again for a second signal of the same rule
-                    base = math.nan if after.baseline is None else after.baseline
-                    raised.setdefault(layer, []).append((head, float(figure), base, rule.limits(signal, base)[0]))
-                    since.append((step if after.since is None else after.since, after.streak))
-        if not raised:
-            return None, since
-        columns = [
-            {layer: tuple(entry[column] for entry in raised[layer]) for layer in sorted(raised)} for column in range(4)
-        ]
-        heads = {layer: tuple(int(head) for head in names) for layer, names in columns[0].items()}
-        return (
-            Evidence(signal.quantity, signal.label, heads, columns[1], columns[2], columns[3], rule.limit_text(signal)),
-            since,
-        )
+                if change == "raised":
+                    memory.alarm_since = before.get(layer, {}).get(head, step)
+                if change:
+                    (raised if change == "raised" else ended).setdefault(layer, {})[head] = (float(figure), memory)
+        return raised, ended
 
-    def _alert(
-        self,
-        rule: Rule,
-        step: int,
-        evidence: tuple[Evidence, ...],
-        begun: Sequence[tuple[int, int]],
-        counts: Mapping[int, int],
-        layers: Mapping[int, str],
-    ) -> Alert:
-        union: dict[int, tuple[int, ...]] = {}
-        for part in evidence:
-            for layer, names in part.heads.items():
-                union[layer] = tuple(sorted({*union.get(layer, ()), *names}))
-        union = dict(sorted(union.items()))
-        since, samples = min(first for first, _ in begun), min(streak for _, streak in begun)
-        when = f"for {samples} samples, since step {since}" if samples > 1 else f"at step {step}"
-        new = sum(len(names) for names in union.values())
-        figures = " and ".join(figures_text(part, new) for part in evidence)
-        summary = f"{rule.title} in {describe_heads(union, counts, layers)}: {figures} {when}"
-        under = sum(len(names) for names in self._alarmed(rule.name).values())
-        if under > new:
-            summary += f" ({under} heads under this alarm now)"
-        summary += f"; {rule.meaning}."
-        self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
-        return Alert(
-            step=step,
-            rule=rule.name,
-            title=rule.title,
-            severity=rule.severity,
-            heads=union,
-            layers={layer: layers[layer] for layer in union if layer in layers},
-            since=since,
-            samples=samples,
-            evidence=evidence,
-            summary=summary,
-            remedy=rule.remedy,
-            tag=f"{self.prefix}/warnings/{rule.name}",
-        )
+    def _fresh(self, rule: Rule, signal: Signal, layer: int, head: int) -> HeadMemory:
+        if self._given is None or signal.learning is None:
+            return HeadMemory()
+        return self._given.memory(rule.name, signal.key, self._paths.get(layer, ""), head)
+
+    # -- what is known ------------------------------------------------------------------------------------------
 
     def alarmed(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """``{rule: {layer: heads}}`` of the heads that are in trouble now; every active rule has an entry."""
-        return {rule.name: self._alarmed(rule.name) for rule in self.rules.active()}
+        return {
+            rule.name: {layer: tuple(sorted(heads)) for layer, heads in sorted(self._alarmed(rule.name).items())}
+            for rule in self.rules.active()
+        }
 
-    def _alarmed(self, rule: str) -> dict[int, tuple[int, ...]]:
-        result: dict[int, set[int]] = {}
+    def _alarmed(self, rule: str) -> _Starts:
+        result: _Starts = {}
         for (name, _), layers in self._memory.items():
             if name == rule:
                 for layer, heads in layers.items():
-                    names = {head for head, memory in heads.items() if memory.alarmed}
-                    if names:
-                        result.setdefault(layer, set()).update(names)
-        return {layer: tuple(sorted(heads)) for layer, heads in sorted(result.items())}
+                    for head, memory in heads.items():
+                        if memory.alarmed:
+                            since = 0 if memory.alarm_since is None else memory.alarm_since
+                            known = result.setdefault(layer, {})
+                            known[head] = min(since, known.get(head, since))
+        return result
 
     def counts(self) -> dict[str, int]:
         """``{rule: number of heads in trouble now}``, every active rule included: what ``attn/warnings/...`` logs."""
@@ -232,22 +273,51 @@ selecting.
         """``{rule: number of alerts raised so far}``, for the rules that have raised any."""
         return dict(self._raised)
 
+    # -- baselines, from run to run -----------------------------------------------------------------------------
+
+    def baselines(self) -> dict[str, Any]:
+        """What has been learned of each head, as plain JSON-able data, to be given to another run's engine.
+
+        Raises:
+            ValueError: No layer has a path, or nothing has been learned yet.
+        """
+        return Baselines.collect(self._memory, self._paths).plain()
+
+    def take_baselines(self, plain: Mapping[str, Any]) -> None:
+        """Start every head that these know from there, as if it had been watched before. Before the first sample.
+
+        Heads go by the path of their layer; those that are not known start afresh, and what is known of others is
+        ignored.
+
+        Args:
+            plain: What `baselines` gave.
+
+        Raises:
+            ValueError: It is nothing of the kind, or holds a baseline that is not a finite number.
+        """
+        self._given = Baselines.read(plain)
+
+    # -- over a restart -----------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """The memory as plain JSON-able data. A restored engine behaves exactly as the unbroken one."""
         return {
             "version": _VERSION,
             "raised": dict(self._raised),
+            "heads": {str(layer): count for layer, count in self._heads.items()},
+            "paths": {str(layer): path for layer, path in self._paths.items()},
             "memory": [
                 {
                     "rule": rule,
-                    "quantity": quantity,
+                    "signal": signal,
                     "layers": {
                         str(layer): {str(head): _plain(memory) for head, memory in heads.items()}
                         for layer, heads in layers.items()
                     },
                 }
-                for (rule, quantity), layers in self._memory.items()
+                for (rule, signal), layers in self._memory.items()
             ],
+            "given": None if self._given is None else self._given.plain(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,19 +330,43 @@ selecting.
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']!r}")
             raised = {str(rule): int(count) for rule, count in state["raised"].items()}
+            heads = {int(layer): int(count) for layer, count in state["heads"].items()}
+            paths = {int(layer): str(path) for layer, path in state["paths"].items()}
             memory = {
-                (str(entry["rule"]), str(entry["quantity"])): {
+                (str(entry["rule"]), str(entry["signal"])): {
                     int(layer): {int(head): _memory(plain) for head, plain in heads.items()}
                     for layer, heads in entry["layers"].items()
                 }
                 for entry in state["memory"]
             }
+            given = None if state["given"] is None else Baselines.read(state["given"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"Expected `state` to be what AlertEngine.state_dict() of version {_VERSION} returned, but got "
                 f"{type(state).__name__} with {error!r}. Start without it to learn new baselines."
             ) from error
-        self._raised, self._memory = raised, memory
+        self._raised, self._heads, self._paths, self._memory, self._given = raised, heads, paths, memory, given
+
+
+def _without(told: Sequence[Told], known: _Starts) -> list[Told]:
+    """Without heads that are under the rule's alarm anyway, and each head once for each quantity."""
+    said: dict[str, set[tuple[int, int]]] = {}
+    result = []
+    for one in told:
+        already = said.setdefault(one.signal.quantity, set())
+        layers = {
+            layer: {
+                head: found
+                for head, found in heads.items()
+                if head not in known.get(layer, ()) and (layer, head) not in already
+            }
+            for layer, heads in one.heads.items()
+        }
+        layers = {layer: heads for layer, heads in sorted(layers.items()) if heads}
+        already |= {(layer, head) for layer, heads in layers.items() for head in heads}
+        if layers:
+            result.append(Told(one.signal, layers))
+    return result
 
 
 def _plain(memory: HeadMemory) -> dict[str, Any]:
@@ -286,12 +380,3 @@ def _memory(plain: Mapping[str, Any]) -> HeadMemory:
         if name not in _FRESH or not (number or (value is None and _FRESH[name] is None)):
             raise ValueError(f"{name!r}: {value!r} in a head's memory")
     return HeadMemory(**plain)
-
-
-def _head_counts(values: _Figures, nonfinite: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Number of heads of every layer that this sample speaks of."""
-    counts: dict[int, int] = {}
-    for layers in (*values.values(), nonfinite):
-        for layer, heads in layers.items():
-            counts[layer] = max(counts.get(layer, 0), len(heads))
-    return dict(sorted(counts.items()))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attnmon.alerts.base import NOT_MEASURED
 
 __all__ = ["Alert", "Evidence", "describe_heads", "figures_text"]
 
@@ -50,6 +53,12 @@ class Alert:
         evidence: The figures, per quantity.
         summary: What, where, how much, since when, and what it means.
         remedy: What to try.
+        tag: Under which loggers file it.
+        ended: Whether this says that the alarm of these heads is over. Then ``since`` is the step at which it was
+            raised, and there is no remedy.
+        loss: Training loss of the step, where it is known; this and the following are filled in by the monitor.
+        grad_norm: Norm of all gradients of the step, before clipping where that can be had.
+        learning_rate: The largest of the optimizer's parameter groups.
     """
 
     step: int
@@ -63,12 +72,61 @@ class Alert:
     evidence: tuple[Evidence, ...]
     summary: str
     remedy: str
-    tag: str = field(default="")
+    tag: str = ""
+    ended: bool = False
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+    @property
+    def training(self) -> str:
+        """What is known of the step, in words."""
+        known = (("loss", self.loss), ("gradient norm", self.grad_norm), ("learning rate", self.learning_rate))
+        return ", ".join(f"{label} {_number(value)}" for label, value in known if value is not None)
 
     @property
     def message(self) -> str:
-        """The whole text: summary and remedy."""
-        return f"{self.summary} Remedy: {self.remedy}."
+        """The whole text: summary, the state of training, remedy."""
+        parts = (
+            self.summary,
+            self.training and f"Training: {self.training}.",
+            self.remedy and f"Remedy: {self.remedy}.",
+        )
+        return " ".join(filter(None, parts))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it: keys are strings, and so is what is not finite."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Alert:
+        """The reverse of `plain`.
+
+        Raises:
+            ValueError: It is nothing of the kind.
+        """
+        try:
+            evidence = tuple(
+                Evidence(
+                    **{
+                        **part,
+                        "heads": _by_layer(part["heads"], int),
+                        **{name: _by_layer(part[name], float) for name in ("figures", "baselines", "limits")},
+                    }
+                )
+                for part in plain["evidence"]
+            )
+            layers = {int(layer): str(path) for layer, path in plain["layers"].items()}
+            known = {
+                name: None if plain[name] is None else float(plain[name])
+                for name in ("loss", "grad_norm", "learning_rate")
+            }
+            return cls(
+                **{**plain, **known, "heads": _by_layer(plain["heads"], int), "layers": layers, "evidence": evidence}
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"Expected an alert as `Alert.plain` gives it, but got {plain!r}: {error!r}.") from error
 
     @property
     def num_heads(self) -> int:
@@ -77,6 +135,20 @@ class Alert:
 
     def __str__(self) -> str:
         return self.message
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, float):
+        return item if math.isfinite(item) else str(item)
+    if isinstance(item, Mapping):
+        return {str(key): _plain(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_plain(value) for value in item]
+    return item
+
+
+def _by_layer(plain: Mapping[str, Iterable[Any]], read: Callable[[Any], Any]) -> dict[int, tuple[Any, ...]]:
+    return {int(layer): tuple(map(read, row)) for layer, row in plain.items()}
 
 
 def _runs(numbers: Iterable[int]) -> list[str]:
@@ -149,6 +221,8 @@ def describe_heads(
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
     if value == round(value) and abs(value) < 1e6:
         return str(round(value))
     if abs(value) < 0.1:
@@ -172,6 +246,8 @@ def figures_text(evidence: Evidence, num_heads: int) -> str:
         evidence: The quantity's figures.
         num_heads: Heads of the whole alert; said where this quantity speaks of fewer.
     """
+    if evidence.quantity == NOT_MEASURED:
+        return "measured again" if not any(map(sum, evidence.figures.values())) else "no figures"
     rows = [
         (layer, head, figure, baseline)
         for layer, names in evidence.heads.items()

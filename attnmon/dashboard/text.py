@@ -40,6 +40,10 @@ class _Alert(Protocol):
     @property
     def remedy(self) -> str: ...
     @property
+    def ended(self) -> bool: ...
+    @property
+    def training(self) -> str: ...
+    @property
     def layers(self) -> Mapping[int, str]: ...
     @property
     def heads(self) -> Mapping[int, tuple[int, ...]]: ...
@@ -78,8 +82,10 @@ def alert_markdown(alert: _Alert, *, max_rows: int = 64) -> str:
         for layer, heads in part.heads.items()
         for place, head in enumerate(heads)
     ]
-    lines = [f"**{alert.severity}: {alert.title}** (step {alert.step})", "", cell(alert.summary), ""]
-    lines += [f"**Remedy:** {cell(alert.remedy)}.", ""]
+    kind = "over" if alert.ended else alert.severity
+    lines = [f"**{kind}: {alert.title}** (step {alert.step})", "", cell(alert.summary), ""]
+    lines += [f"**Training:** {alert.training}.", ""] if alert.training else []
+    lines += [f"**Remedy:** {cell(alert.remedy)}.", ""] if alert.remedy else []
     if rows:
         lines += ["| layer | module | head | quantity | figure | baseline | limit |"]
         lines += ["|---:|:---|---:|:---|---:|---:|---:|"]

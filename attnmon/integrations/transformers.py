@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from attnmon.alerts import AlertRules
+from attnmon.alerts import Alert, AlertRules
 from attnmon.capture import anything_compiled
+from attnmon.events import gradient_norm, largest_rate
 from attnmon.loggers import arrange, flat_heads, make_board
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_prefix
@@ -67,6 +69,11 @@ class AttentionMonitorCallback(TrainerCallback):
         strict: Raise errors of the monitor itself, instead of one warning and a run that goes on without it.
         seed: Of the draws of sequences and rows.
         max_overhead: Most of the run's time that the monitor may take, e.g. 0.01. None: no limit.
+        actions: What is done about an alert, by severity: ``"log"``, ``"warn"``, ``"stop"`` (the Trainer ends after the
+            step) or ``"raise"``.
+        on_alert: Called with each alert and each recovery.
+        keep_batches: Folder into which the batch that raised an alert is saved.
+        baselines: What another run has learned of each head: the file that its `save_baselines` wrote.
         prefix: First part of each key. Two monitors of one Trainer need different ones.
         per_head: Logs a scalar per head beside the mean per layer. Where ``report_to`` names MLflow their keys are
             ``.../layer_03_head_07``.
@@ -108,6 +115,10 @@ class AttentionMonitorCallback(TrainerCallback):
         strict: bool = False,
         seed: int = 0,
         max_overhead: float | None = None,
+        actions: dict[str, str] | None = None,
+        on_alert: Callable[[Alert], object] | None = None,
+        keep_batches: str | None = None,
+        baselines: str | None = None,
         prefix: str = "attn",
         per_head: bool = False,
         images: bool = True,
@@ -141,6 +152,10 @@ class AttentionMonitorCallback(TrainerCallback):
             strict=strict,
             seed=seed,
             max_overhead=max_overhead,
+            actions=actions,
+            on_alert=on_alert,
+            keep_batches=keep_batches,
+            baselines=baselines,
         )
         self.prefix = prefix
         self.per_head = per_head
@@ -151,6 +166,7 @@ class AttentionMonitorCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._batch: Any = None  # the probe's, on its device
         self._looks_twice = True
+        self._known: dict[str, Any] = {}  # of the sampled step
         self._stop_listening: Callable[[], None] = _nothing
         self._heard: Callable[[], bool] = _heard_all
         self._board: tuple[Any, Board] | None = None  # the writer it is for, and what writes through it
@@ -160,12 +176,26 @@ class AttentionMonitorCallback(TrainerCallback):
         """The newest Snapshot, None before the first."""
         return self._monitor.latest
 
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts and recoveries of the run, those from before a resume included, the newest thousand."""
+        return self._monitor.alerts
+
+    def save_baselines(self, path: str) -> None:
+        """Writes what the rules have learned of each head, as JSON, for the argument ``baselines`` of another run.
+
+        Raises:
+            ValueError: Nothing has been learned yet, or the rules are off.
+        """
+        self._monitor.save_baselines(path)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle leaves the Trainer, and what is open, behind.
         return {
             **self.__dict__,
             "_trainer": None,
             "_batch": None,
+            "_known": {},
             "_board": None,
             "_stop_listening": _nothing,
             "_heard": _heard_all,
@@ -206,6 +236,7 @@ class AttentionMonitorCallback(TrainerCallback):
             return
         if self._options.source == "probe":
             probe = self._pass(self._trainer, _watched(self._trainer), self._batch)
+            self._known = {"batch": self._batch}
             self._report(self._trainer, self._monitor.sample(step, "probe", probe))
         elif not self._monitor.blind:
             self._listen(self._trainer, step)
@@ -219,6 +250,21 @@ class AttentionMonitorCallback(TrainerCallback):
         self._stop_listening()
         if self._trainer is not None and self._monitor.is_open:
             self._report(self._trainer, self._monitor.close(state.global_step))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the norm of a sampled step's gradients; it is looked at if there is an alert."""
+        if self._trainer is None or not self._monitor.is_open or self._options.source == "probe":
+            return
+
+        def take() -> None:
+            sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+            self._known["grad_norm"] = None if sharded else gradient_norm(list(model.parameters()))
+
+        model = _watched(self._trainer)
+        with self._monitor.meter.running():
+            self._monitor.attempt("the gradients' norm", take)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -260,6 +306,9 @@ class AttentionMonitorCallback(TrainerCallback):
                 self._monitor.abort()
                 raise
             self._monitor.detach()
+            loss = result[0] if isinstance(result, tuple) else result
+            kept = batch if self._options.keep_batches is not None else None
+            self._known = {"loss": loss.detach() if isinstance(loss, torch.Tensor) else loss, "batch": kept}
             if self._looks_twice and self._monitor.sees_nothing and anything_compiled():
                 self._monitor.read(step, "train", self._pass(trainer, model, batch, certain=False))
                 self._looks_twice = not self._monitor.sees_nothing  # if this sees nothing either it was something else
@@ -310,10 +359,17 @@ class AttentionMonitorCallback(TrainerCallback):
         return f"attnmon/{self.prefix}"
 
     def _report(self, trainer: Trainer, snapshot: Snapshot | None) -> None:
+        known, self._known = self._known, {}
+        snapshot = self._monitor.note(snapshot, learning_rate=largest_rate(trainer.optimizer), **known)
         kept: Any = trainer.state.stateful_callbacks
         kept[self._key] = self._monitor.state_dict()
         if snapshot is None:
             return
+        self._write(trainer, snapshot)
+        if self._monitor.act(snapshot):
+            trainer.control.should_training_stop = True
+
+    def _write(self, trainer: Trainer, snapshot: Snapshot) -> None:
         with self._monitor.writing():
             scalars = snapshot.scalars(per_head=self.per_head, prefix=self.prefix)
             handler = trainer.callback_handler

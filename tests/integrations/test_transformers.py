@@ -622,8 +622,10 @@ class TestReportTo:
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("WANDB_LOG_MODEL", "false")
+        monkeypatch.chdir(tmp_path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)  # the library's own
+            wandb.teardown()  # what it remembers of the environment is older than this test
             monitor = AttentionMonitorCallback(2, strict=True)
             make(tmp_path, monitor, report_to="wandb", max_steps=3).train()
             summary = dict(wandb.run.summary)

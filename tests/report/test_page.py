@@ -93,8 +93,8 @@ def test_json_holds_the_figures(tmp_path):
     assert series["steps"] == list(range(0, 200, 10))
     assert series["values"][10][0] == [0.3, 0.9, None]
     assert section["status"] == [
-        {"layer": 0, "head": 1, "status": "under alarm", "severity": "warn"},
-        {"layer": 1, "head": 0, "status": "recovered", "severity": "warn"},
+        {"layer": 0, "head": 1, "status": "under alarm", "severity": "watch"},
+        {"layer": 1, "head": 0, "status": "recovered", "severity": "watch"},
     ]
     assert [(alarm["layer"], alarm["start"], alarm["end"]) for alarm in section["alarms"]] == [
         (1, 70, 120),
@@ -109,9 +109,9 @@ def test_json_holds_the_figures(tmp_path):
 def test_page_says_what_happened(tmp_path):
     page = _page(write_report(_rising(tmp_path / "run")))
     for part in (
-        "1 of 5 heads is under an alarm at the end of the run (1 warn), 1 was earlier and recovered, 3 never gave a ",
+        "1 of 5 heads is under an alarm at the end of the run (1 watch), 1 was earlier and recovered, 3 never gave a ",
         "entropy rising 2 warnings",
-        "What it means. Attention spreads toward uniform and stops selecting.",
+        "What it means. Attention spreads toward uniform and selects less.",
         "Remedy. More heads (narrower ones)",
         "step 120: head 1 of layer 0 (h.0.attn) beyond the limit since step 100",
         "train_loss 2.5 at step 0, 1.5 at step 190",
@@ -389,7 +389,7 @@ def test_where_all_heads_warned_none_never_did(tmp_path):
     run = Run(tmp_path)
     run.samples(range(0, 100, 10), lambda step, layer, head: 0.2 if step < 50 else 0.9, {0: 2})
     page = _page(write_report(run.close()))
-    assert "2 of 2 heads are under an alarm at the end of the run (2 warn)." in page.text
+    assert "2 of 2 heads are under an alarm at the end of the run (2 watch)." in page.text
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path, plain):

@@ -138,7 +138,7 @@ def test_heads_warned_of_in_another_file_are_under_alarm(tmp_path):
     resumed = Run(tmp_path / "kept", engine=engine)
     resumed.samples((50, 60, 70, 80), lambda step, layer, head: 0.2, {0: 1})
     (alarm,) = read_run(resumed.close()).sections["attn"].alarms
-    assert (alarm.rule, alarm.severity, alarm.quantity, alarm.start, alarm.end) == ("entropy_rise", "warn", "", 50, 70)
+    assert (alarm.rule, alarm.severity, alarm.quantity, alarm.start, alarm.end) == ("entropy_rise", "watch", "", 50, 70)
 
 
 def test_a_resumed_run_counts_the_last_time_of_each_step(tmp_path):

@@ -1,0 +1,143 @@
+"""From what the rules found of heads to the one message of a rule at a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from attnmon.alerts.base import HeadMemory, Rule, Signal
+from attnmon.alerts.text import Alert, Evidence, describe_heads, figures_text
+
+__all__ = ["Told", "raised_alert", "recovered_alert"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one signal has to tell.
+
+    Attributes:
+        signal: The signal.
+        heads: Layer -> head -> figure and memory.
+    """
+
+    signal: Signal
+    heads: Mapping[int, Mapping[int, tuple[float, HeadMemory]]]
+
+
+def raised_alert(
+    rule: Rule,
+    step: int,
+    told: Sequence[Told],
+    head_counts: Mapping[int, int],
+    layers: Mapping[int, str],
+    prefix: str,
+    alarmed: Mapping[int, Collection[int]],
+) -> Alert | None:
+    """The message about heads that have entered a rule's trouble; None if there are none.
+
+    Args:
+        rule: The rule.
+        step: Of the sample.
+        told: The heads, by signal.
+        head_counts: Number of heads of each layer.
+        layers: Module paths.
+        prefix: First part of the tag.
+        alarmed: All heads under the rule's alarm now.
+    """
+    if not told:
+        return None
+    places = _union(told)
+    memories = [memory for one in told for heads in one.heads.values() for _, memory in heads.values()]
+    since = min(step if memory.since is None else memory.since for memory in memories)
+    samples = min(memory.streak for memory in memories)
+    evidence = tuple(_evidence(rule, one, leaving=False) for one in told)
+    new = sum(map(len, places.values()))
+    under = sum(map(len, alarmed.values()))
+    summary = (
+        f"{rule.title} in {describe_heads(places, head_counts, layers)}: "
+        f"{' and '.join(figures_text(part, new) for part in evidence)} "
+        f"{f'for {samples} samples, since step {since}' if samples > 1 else f'at step {step}'}"
+        f"{f' ({under} heads under this alarm now)' if under > new else ''}; {rule.meaning}."
+    )
+    return Alert(
+        step=step,
+        rule=rule.name,
+        title=rule.title,
+        severity=rule.severity,
+        heads=places,
+        layers={layer: layers[layer] for layer in places if layer in layers},
+        since=since,
+        samples=samples,
+        evidence=evidence,
+        summary=summary,
+        remedy=rule.remedy,
+        tag=f"{prefix}/warnings/{rule.name}",
+    )
+
+
+def recovered_alert(
+    rule: Rule,
+    step: int,
+    told: Sequence[Told],
+    head_counts: Mapping[int, int],
+    layers: Mapping[int, str],
+    prefix: str,
+    patience: int,
+) -> Alert | None:
+    """The message about heads whose alarm has ended; None if there are none. Arguments as for `raised_alert`."""
+    if not told:
+        return None
+    places = _union(told)
+    starts = [memory.alarm_since for one in told for heads in one.heads.values() for _, memory in heads.values()]
+    since = min(step if start is None else start for start in starts)
+    evidence = tuple(_evidence(rule, one, leaving=True) for one in told)
+    gone = sum(map(len, places.values()))
+    summary = (
+        f"{rule.title}: over in {describe_heads(places, head_counts, layers)}, after an alarm since step {since}: "
+        f"{' and '.join(figures_text(part, gone) for part in evidence)} "
+        f"{f'for {patience} samples' if patience > 1 else f'at step {step}'}."
+    )
+    return Alert(
+        step=step,
+        rule=rule.name,
+        title=rule.title,
+        severity=rule.severity,
+        heads=places,
+        layers={layer: layers[layer] for layer in places if layer in layers},
+        since=since,
+        samples=patience,
+        evidence=evidence,
+        summary=summary,
+        remedy="",
+        tag=f"{prefix}/warnings/{rule.name}",
+        ended=True,
+    )
+
+
+def _union(told: Sequence[Told]) -> dict[int, tuple[int, ...]]:
+    places: dict[int, set[int]] = {}
+    for one in told:
+        for layer, heads in one.heads.items():
+            places.setdefault(layer, set()).update(heads)
+    return {layer: tuple(sorted(heads)) for layer, heads in sorted(places.items())}
+
+
+def _evidence(rule: Rule, told: Told, *, leaving: bool) -> Evidence:
+    signal = told.signal
+    baselines = {
+        layer: tuple(math.nan if memory.baseline is None else memory.baseline for _, memory in heads.values())
+        for layer, heads in told.heads.items()
+    }
+    return Evidence(
+        quantity=signal.quantity,
+        label=signal.label,
+        heads={layer: tuple(heads) for layer, heads in told.heads.items()},
+        figures={layer: tuple(figure for figure, _ in heads.values()) for layer, heads in told.heads.items()},
+        baselines=baselines,
+        limits={
+            layer: tuple(rule.limits(signal, baseline)[int(leaving)] for baseline in row)
+            for layer, row in baselines.items()
+        },
+        limit_text="back on the good side" if leaving else rule.limit_text(signal),
+    )

@@ -1,0 +1,163 @@
+"""What becomes of alerts: the state of training beside them, the history, the batch for a replay, the actions."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from attnmon.alerts import Alert, AttentionAlertError, AttentionSaturationWarning
+from attnmon.options import MonitorOptions
+from attnmon.probe import to_device
+from attnmon.snapshot import Snapshot
+
+__all__ = ["Events", "gradient_norm", "largest_rate"]
+
+_KEPT = 1000  # newest alerts in the history
+_WORST_FIRST = ("critical", "warn", "watch")
+
+Attempt = Callable[[str, Callable[[], object]], None]
+
+
+class Events:
+    """The alerts of a run.
+
+    Args:
+        options: Of the monitor.
+        attempt: Runs what may fail without harm to the run, see `attnmon.monitor.Monitor.attempt`.
+
+    Attributes:
+        history: Alerts and recoveries so far, the newest thousand.
+    """
+
+    def __init__(self, options: MonitorOptions, attempt: Attempt) -> None:
+        self.history: list[Alert] = []
+        self._actions = options.action_of()
+        self._on_alert = options.on_alert
+        self._folder = options.keep_batches
+        self._attempt = attempt
+
+    def note(
+        self,
+        snapshot: Snapshot,
+        *,
+        loss: object = None,
+        grad_norm: object = None,
+        learning_rate: float | None = None,
+        batch: Any = None,
+    ) -> Snapshot:
+        """Puts what is known of the step beside the sample's alerts, and the alerts into the history.
+
+        Nothing is read from the device unless there is an alert.
+
+        Args:
+            snapshot: The sample.
+            loss: Training loss of its step, a number or a tensor with one.
+            grad_norm: Norm of its gradients, likewise.
+            learning_rate: The optimizer's.
+            batch: What was looked at, for a replay.
+
+        Returns:
+            The sample with what is known.
+        """
+        if not snapshot.alerts and not snapshot.recoveries:
+            return snapshot
+        known: dict[str, Any] = {"loss": _number(loss), "grad_norm": _number(grad_norm), "learning_rate": learning_rate}
+        alerts, recoveries = (
+            tuple(dataclasses.replace(alert, **known) for alert in some)
+            for some in (snapshot.alerts, snapshot.recoveries)
+        )
+        self.history = [*self.history, *alerts, *recoveries][-_KEPT:]
+        if self._folder is not None and batch is not None and any(alert.severity != "watch" for alert in alerts):
+            path = Path(self._folder) / f"step_{snapshot.step:06d}{f'_rank_{_rank()}' if _rank() else ''}.pt"
+            self._attempt(f"keep_batches={self._folder!r}", lambda: _keep(path, snapshot.step, batch, alerts))
+        return dataclasses.replace(snapshot, alerts=alerts, recoveries=recoveries)
+
+    def act(self, snapshot: Snapshot | None) -> bool:
+        """Does what the severities ask for, once the sample has been written.
+
+        Returns:
+            Whether the run is to stop.
+
+        Raises:
+            AttentionAlertError: An alert's severity asks for it.
+        """
+        if snapshot is None or not (snapshot.alerts or snapshot.recoveries):
+            return False
+        worst_first = sorted(snapshot.alerts, key=lambda alert: _WORST_FIRST.index(alert.severity))
+        asked = [(alert, self._actions[alert.severity]) for alert in worst_first]
+        if _rank() == 0:
+            on_alert = self._on_alert
+            if on_alert is not None:
+                for alert in (*worst_first, *snapshot.recoveries):
+                    self._attempt("on_alert", partial(on_alert, alert))
+            for alert, action in asked:
+                if action in ("warn", "stop"):
+                    warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=4)
+        fatal = [alert for alert, action in asked if action == "raise"]
+        if fatal:
+            raise AttentionAlertError(fatal)
+        return any(action == "stop" for _, action in asked)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The history as JSON has it."""
+        return [alert.plain() for alert in self.history]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """The reverse of `state_dict`.
+
+        Raises:
+            ValueError: It is nothing of the kind.
+        """
+        self.history = [Alert.from_plain(plain) for plain in state]
+
+
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The 2-norm of all gradients together, on their device; None where this process has only a part of them.
+
+    Args:
+        parameters: The model's, after the backward pass.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or any(isinstance(grad, DTensor) or grad.is_sparse for grad in gradients):
+        return None
+    with torch.no_grad():
+        return torch.nn.utils.get_total_norm(gradients)
+
+
+def largest_rate(optimizer: object) -> float | None:
+    """The largest learning rate of an optimizer's parameter groups; None without any."""
+    rates = [float(group["lr"]) for group in getattr(optimizer, "param_groups", ()) if "lr" in group]
+    return max(rates, default=None)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
+def _keep(path: Path, step: int, batch: Any, alerts: Sequence[Alert]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    content = {
+        "step": step,
+        "alerts": [alert.plain() for alert in alerts],
+        "batch": to_device(batch, torch.device("cpu")),
+    }
+    torch.save(content, unfinished)
+    unfinished.replace(path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
