@@ -17,6 +17,9 @@ from attnmon.quantities import Column, expand_quantities
 __all__ = ["MonitorOptions", "check_flag", "check_prefix", "check_state"]
 
 
+_GATHER = 2  # samples, see `attnmon.alerts.AlertEngine`
+
+
 @dataclass(frozen=True)
 class MonitorOptions:
     """Checked arguments of a monitor; each is explained at `attnmon.AttentionMonitor`.
@@ -111,7 +114,7 @@ class MonitorOptions:
         """
         if not self.alerts:
             return None
-        engine = AlertEngine(self.rules, patience=self.patience)
+        engine = AlertEngine(self.rules, patience=self.patience, gather=_GATHER)
         if self.baselines is not None:
             engine.take_baselines(self.baselines)  # type: ignore[arg-type]
         return engine

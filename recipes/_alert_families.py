@@ -289,8 +289,7 @@ _EVERY_25 = Setup(gpt2=True, every=25, steps=800, dropout=0.1)
 _COSINE = Setup(layers=3, query_key_norm="cosine", positions="rotary")
 
 
-def _unseen() -> list[Family]:
-    """Runs that no rule was tuned on: other setups, and other places and sizes of what is planted."""
+def _more() -> list[Family]:
     controls = {
         "narrow_heads": _NARROW_HEADS,
         "broad_heads": _BROAD_HEADS,
@@ -339,22 +338,98 @@ def _unseen() -> list[Family]:
         ("fp16_head_broad", "nonfinite", _BROAD_HEADS, Plant("fp16", 81, 1.3, layers=(2,), heads=(1,), hidden=True)),
     ]
     return [
-        *(Family(name, CONTROL, setup, unseen=True) for name, setup in controls.items()),
-        Family("longer_context_128", CONTROL, replace(_MIDDLE, context=64, cosine=False), longer, unseen=True),
-        *(Family(*one, unseen=True) for one in planted),
+        *(Family(name, CONTROL, setup) for name, setup in controls.items()),
+        Family("longer_context_128", CONTROL, replace(_MIDDLE, context=64, cosine=False), longer),
+        *(Family(*one) for one in planted),
         Family(
             "post_norm_deep_no_warmup",
             "collapse",
             _POST_DEEP,
             Plant("no_warmup", 0, 25.0),
-            unseen=True,
             also="uniform",
         ),
     ]
 
 
+_POST_SIX = Setup(layers=6, width=48, norm="post", dropout=0.1, warmup=100, rate=1e-3)
+_RMS_POST = Setup(layers=3, norm="post", query_key_norm="rms", positions="rotary", warmup=60, rate=2e-3)
+_GPT2_WIDE = Setup(layers=3, heads=6, width=96, gpt2=True, dropout=0.1, rate=2e-3, cosine=True)
+_ROTARY_WIDE = Setup(heads=8, width=128, positions="rotary", rate=2e-3)
+_CONTEXT_192 = Setup(context=192, batch=3, rate=2e-3)
+_TUNED_GPT2 = Setup(gpt2=True, pretrained=300, rate=1e-3, warmup=10, steps=200)
+_EVERY_20 = Setup(layers=3, dropout=0.1, every=20, steps=700)
+_TRAIN_ROTARY = Setup(layers=4, width=48, positions="rotary", source="train", dropout=0.1)
+_FIVE = Setup(layers=5, warmup=40, rate=2e-3)
+
+
+def _unseen() -> list[Family]:
+    """Runs that no rule was tuned on: other setups, and other places and sizes of what is planted."""
+    controls = {
+        "post_norm_six": _POST_SIX,
+        "rms_qk_norm_post": _RMS_POST,
+        "gpt2_wide": _GPT2_WIDE,
+        "rotary_wide": _ROTARY_WIDE,
+        "context_192": _CONTEXT_192,
+        "tune_gpt2": _TUNED_GPT2,
+        "every_20": _EVERY_20,
+        "rotary_in_training": _TRAIN_ROTARY,
+        "five_layers": _FIVE,
+        "one_layer_rotary": Setup(layers=1, heads=8, positions="rotary"),
+        "rotary_wide_half_rate": replace(_ROTARY_WIDE, rate=1e-3),
+        "rotary_wide_double_rate": replace(_ROTARY_WIDE, rate=4e-3),
+        "five_layers_no_warmup": replace(_FIVE, warmup=0),
+        "long_gpt2": replace(_GPT2, steps=1200, every=10, cosine=True),
+        "tune_gpt2_other": replace(_TUNED_GPT2, other_text=True),
+        "tune_gpt2_fast": replace(_TUNED_GPT2, rate=2e-3),
+    }
+    planted = [
+        ("rate_from_start_wide", "collapse", _ROTARY_WIDE, Plant("rate", 0, 30.0)),
+        ("rate_jump_192", "collapse", _CONTEXT_192, Plant("rate", 161, 40.0)),
+        ("rate_jump_five", "collapse", _FIVE, Plant("rate", 221, 30.0)),
+        ("rate_jump_every_20", "collapse", _EVERY_20, Plant("rate", 430, 50.0)),
+        ("rate_tune_gpt2", "collapse", _TUNED_GPT2, Plant("rate", 31, 100.0)),
+        ("huge_init_five", "collapse", _FIVE, Plant("query_key_size", 0, 9.0)),
+        ("query_key_rate_gpt2", "growth", _GPT2_WIDE, Plant("query_key_rate", 121, 25.0)),
+        ("growth_layer_five", "growth", _FIVE, Plant("query_key_growth", 101, 1.012, (3,))),
+        ("growth_head_wide", "growth", _ROTARY_WIDE, Plant("query_key_growth", 91, 1.015, (0,), (6,))),
+        ("growth_model_192", "growth", _CONTEXT_192, Plant("query_key_growth", 101, 1.011)),
+        ("growth_every_20", "growth", _EVERY_20, Plant("query_key_growth", 250, 1.007, (1,))),
+        ("growth_tune_gpt2", "growth", _TUNED_GPT2, Plant("query_key_growth", 41, 1.018)),
+        ("decay_post_six", "uniform", _POST_SIX, Plant("query_key_decay", 151, 20.0)),
+        ("decay_wide", "uniform", _ROTARY_WIDE, Plant("query_key_decay", 121, 20.0)),
+        ("hot_head_wide", "uniform", _ROTARY_WIDE, Plant("temperature", 181, 30.0, (1,), (4,))),
+        ("hot_layer_five", "uniform", _FIVE, Plant("temperature", 171, 25.0, (4,))),
+        ("hot_model_in_training", "uniform", _TRAIN_ROTARY, Plant("temperature", 161, 40.0)),
+        ("hot_model_every_20", "uniform", _EVERY_20, Plant("temperature", 350, 30.0)),
+        ("sharp_model_192", "sharp", _CONTEXT_192, Plant("temperature", 151, 0.1)),
+        ("sharp_head_in_training", "sharp", _TRAIN_ROTARY, Plant("temperature", 171, 1 / 30, (2,), (1,))),
+        ("sharp_layer_post_six", "sharp", _POST_SIX, Plant("temperature", 221, 1 / 30, (5,))),
+        ("sharp_ramp_wide", "sharp", _ROTARY_WIDE, Plant("temperature", 101, 1 / 30, over=140)),
+        ("sharp_from_start_192", "sharp", _CONTEXT_192, Plant("temperature", 0, 1 / 30)),
+        ("sharp_rms_post", "sharp", _RMS_POST, Plant("temperature", 181, 0.1)),
+        ("inf_head_five", "nonfinite", _FIVE, Plant("inf", 81, layers=(2,), heads=(3,), hidden=True)),
+        ("nan_layer_post_six", "nonfinite", _POST_SIX, Plant("nan", 121, layers=(3,), hidden=True)),
+        ("nan_in_loss_wide", "nonfinite", _ROTARY_WIDE, Plant("nan", 131, layers=(1,), heads=(5,))),
+        ("fp16_head_every_20", "nonfinite", _EVERY_20, Plant("fp16", 210, 1.2, layers=(0,), heads=(1,), hidden=True)),
+    ]
+    return [
+        *(Family(name, CONTROL, setup, unseen=True) for name, setup in controls.items()),
+        Family(
+            "longer_context_wide",
+            CONTROL,
+            replace(_ROTARY_WIDE, context=32),
+            Plant("context", 200, 2.0),
+            unseen=True,
+        ),
+        *(Family(*one, unseen=True) for one in planted),
+        Family(
+            "post_norm_six_no_warmup", "collapse", _POST_SIX, Plant("no_warmup", 0, 40.0), unseen=True, also="uniform"
+        ),
+    ]
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in [*_controls(), *_planted(), *_unseen()]}
+    {family.name: family for family in [*_controls(), *_planted(), *_more(), *_unseen()]}
 )
 
 

@@ -110,7 +110,7 @@ class Outcome:
 
 def judge(run: Run, rules: AlertRules | None = None, patience: int = 3) -> list[Alert]:
     """What the rules say of a run, sample by sample."""
-    engine = AlertEngine(rules, patience=patience)
+    engine = AlertEngine(rules, patience=patience, gather=2)
     paths = dict(enumerate(run.layers))
     found: list[Alert] = []
     for index, step in enumerate(run.steps.tolist()):

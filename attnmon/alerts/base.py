@@ -86,7 +86,9 @@ class HeadMemory:
         baseline_error: Standard error of the baseline.
         scatter: Standard deviation of the figure from one calm sample to the next (what other batches do to it).
         unrest: Moving average of ``|log|`` of the figure over that of the sample before.
+        first: Figure of the first sample; of a head whose baseline was given, that baseline.
         last: Figure of the last calm sample.
+        settled: Whether the head has come to what it is, in the eyes of the rule; stays once it is.
         streak: Consecutive measured samples beyond the limit.
         since: Step of the first of them.
         alarmed: Whether an alert has been raised that the head has not recovered from.
@@ -99,7 +101,9 @@ class HeadMemory:
     baseline_error: float = 0.0
     scatter: float = 0.0
     unrest: float = 0.0
+    first: float | None = None
     last: float | None = None
+    settled: bool = False
     streak: int = 0
     since: int | None = None
     alarmed: bool = False
@@ -184,6 +188,10 @@ class Rule:
         """Whether the head's past allows this sample to count."""
         return True
 
+    def settles(self, signal: Signal, memory: HeadMemory) -> bool:
+        """Whether the head has come to what it is, after a calm sample."""
+        return False
+
     def may_learn(self, figures: Mapping[str, float]) -> bool:
         """Whether the head's other figures make this sample fit for the baseline."""
         return True
@@ -241,7 +249,7 @@ def is_beyond(rule: Rule, signal: Signal, memory: HeadMemory, value: float, erro
         return margin >= 0.0 if rule.at_the_limit else margin > 0.0
     if memory.baseline is None or not rule.ready(signal, memory):
         return False
-    if sign * (value - rule.limits(signal, memory.baseline)[0]) <= 0.0:
+    if sign * (value - rule.limits(signal, memory.baseline)[0]) < 0.0:
         return False
     noise = math.hypot(error, memory.baseline_error, memory.scatter if rule.counts_scatter else 0.0)
     return sign * (value - memory.baseline) > rule.sigmas * noise
@@ -280,7 +288,8 @@ def advance(
     memory.seen += 1
     if signal.learning is not None and memory.baseline is None:
         if learn:
-            memory.baseline, memory.baseline_error, memory.last = value, error, value
+            memory.baseline, memory.baseline_error = value, error
+            memory.first = memory.last = value
         return ""
     change: Change = ""
     if beyond:
@@ -297,10 +306,16 @@ def advance(
             memory.alarmed, memory.quiet, change = False, 0, "ended"
     elif memory.seen > signal.grace and memory.streak >= (signal.patience or rule.patience or patience):
         memory.alarmed, memory.alarm_since, change = True, step, "raised"
-    if signal.learning is not None and memory.baseline is not None and learn and not (beyond or memory.alarmed):
+    if (
+        signal.learning is not None
+        and memory.baseline is not None
+        and learn
+        and not (beyond or memory.alarmed or change)
+    ):
         # From the first sample on, so that a fine-tuning run is judged from its second; trouble itself is not learned.
         worse = value > memory.baseline if signal.rises else value < memory.baseline
         _learn(memory, memory.baseline, value, error, signal.learning[worse])
+        memory.settled = memory.settled or rule.settles(signal, memory)
     return change
 
 

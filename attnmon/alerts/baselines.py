@@ -112,7 +112,7 @@ class Baselines:
     def memory(self, rule: str, signal: str, path: str, head: int) -> HeadMemory:
         """Where a head starts: with what is known of it, else with nothing."""
         known = self.heads.get((rule, signal), {}).get(path, {}).get(head)
-        return HeadMemory() if known is None else replace(known)
+        return HeadMemory() if known is None else replace(known, first=known.baseline, settled=True)
 
 
 def _calm(memory: HeadMemory) -> HeadMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnmon.alerts.base import (
@@ -27,10 +27,40 @@ __all__ = ["AlertEngine"]
 
 _VERSION = 2
 _COMPANY = ("entropy_normalized", "score_spread")  # figures that rules consult beside their own
+_LONGEST_WAIT = 64  # samples
 _FRESH = asdict(HeadMemory())
 _Figures = Mapping[str, Mapping[int, Sequence[float]]]
 _Starts = dict[int, dict[int, int]]  # layer -> head -> step at which its alarm was raised
 _Found = dict[int, dict[int, tuple[float, HeadMemory]]]
+
+
+@dataclass
+class _Wait:
+    """What is held back of a rule after its last message.
+
+    Attributes:
+        length: Samples that were to be waited for.
+        left: How many of these are to come.
+        heads: Signal -> layer -> heads that have entered meanwhile.
+    """
+
+    length: int = 0
+    left: int = 0
+    heads: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        heads = {key: {str(layer): list(row) for layer, row in layers.items()} for key, layers in self.heads.items()}
+        return {"length": self.length, "left": self.left, "heads": heads}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> _Wait:
+        """The reverse of `plain`."""
+        heads = {
+            str(key): {int(layer): list(map(int, row)) for layer, row in layers.items()}
+            for key, layers in plain["heads"].items()
+        }
+        return cls(int(plain["length"]), int(plain["left"]), heads)
 
 
 class AlertEngine:
@@ -46,6 +76,9 @@ class AlertEngine:
         patience: Consecutive samples beyond the limit before an alert (rules may have their own number), and
             consecutive samples back before it ends. 1 or more.
         prefix: First part of `Alert.tag`.
+        gather: Samples for which, after a rule's message, further heads of that rule are gathered for one common
+            message, so that a failure which spreads over a model is not told head by head. Doubles with each message,
+            until no head is under the rule's alarm any more. 0: every sample has its own.
 
     Attributes:
         recoveries: What ended at the last sample: at most one `Alert` per rule, with ``ended`` set.
@@ -56,21 +89,23 @@ class AlertEngine:
 
     Example:
         >>> engine = AlertEngine(patience=2)
-        >>> for step, spread, entropy in [(0, 1.4, 0.8), (50, 0.05, 0.99), (100, 0.05, 0.99)]:
+        >>> for step, spread, entropy in [(0, 3.2, 0.5), (50, 3.2, 0.5), (100, 0.05, 0.99), (150, 0.05, 0.99)]:
         ...     values = {"score_spread": {3: [1.2, spread]}, "entropy_normalized": {3: [0.8, entropy]}}
         ...     for alert in engine.update(step, values, layers={3: "h.3.attn"}):
         ...         print(alert.summary)
-        attention going uniform in head 1 of layer 3 (h.3.attn): score spread 0.05 against a baseline of 1.40 (-96%, \
-limit: 10% of the baseline with normalised entropy above 0.95) at step 50; the scores no longer tell the keys apart, \
-so the head averages all it sees.
-        entropy rising in head 1 of layer 3 (h.3.attn): normalised entropy 0.99 against a baseline of 0.80 (+24%, \
-limit: 40% of the way from the baseline to 1) for 2 samples, since step 50; attention spreads toward uniform and \
+        attention going uniform in head 1 of layer 3 (h.3.attn): score spread 0.05 against a baseline of 3.20 (-98%, \
+limit: 10% of the sample before with normalised entropy above 0.95) at step 100; the scores no longer tell the keys \
+apart, so the head averages all it sees.
+        entropy rising in head 1 of layer 3 (h.3.attn): normalised entropy 0.99 against a baseline of 0.50 (+98%, \
+limit: 40% of the way from the baseline to 1) for 2 samples, since step 100; attention spreads toward uniform and \
 selects less.
         >>> engine.alarmed()["uniform_drift"]
         {3: (1,)}
     """
 
-    def __init__(self, rules: AlertRules | None = None, *, patience: int = 3, prefix: str = "attn") -> None:
+    def __init__(
+        self, rules: AlertRules | None = None, *, patience: int = 3, prefix: str = "attn", gather: int = 0
+    ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ValueError(
                 f"Expected `patience` to be an integer >= 1 (sampled steps), but got {patience!r}. "
@@ -84,9 +119,11 @@ selects less.
         self.rules = rules if rules is not None else AlertRules()
         self.patience = patience
         self.prefix = prefix
+        self.gather = gather
         self.recoveries: list[Alert] = []
         self._memory: dict[tuple[str, str], dict[int, dict[int, HeadMemory]]] = {}
         self._raised: dict[str, int] = {}
+        self._waits: dict[str, _Wait] = {}
         self._heads: dict[int, int] = {}  # number of heads of each layer that was ever measured
         self._paths: dict[int, str] = {}
         self._given: Baselines | None = None
@@ -128,6 +165,9 @@ selects less.
             ]
             for layer, count in self._heads.items()
         }
+        known_errors = dict(errors or {})
+        if JACOBIAN_SHARE in figures:
+            known_errors[JACOBIAN_SHARE] = _shares(known_errors.get("jacobian@1.0", {}), temperatures or {})
         alerts: list[Alert] = []
         self.recoveries = []
         for rule in self.rules.active():
@@ -135,12 +175,14 @@ selects less.
             raised: list[Told] = []
             ended: list[Told] = []
             for signal in rule.signals(figures):
-                own_errors = (errors or {}).get(signal.quantity, {})
+                own_errors = known_errors.get(signal.quantity, {})
                 new, over = self._watch(rule, signal, step, figures[signal.quantity], own_errors, beside, before)
                 raised.append(Told(signal, new))
                 ended.append(Told(signal, over))
             after = self._alarmed(rule.name)
-            alert = raised_alert(rule, step, _without(raised, before), self._heads, self._paths, self.prefix, after)
+            ended = self._of_the_told(rule, ended)
+            told = self._gathered(rule, _without(raised, before), figures, after)
+            alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, after)
             if alert is not None:
                 self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
                 alerts.append(alert)
@@ -166,24 +208,16 @@ selects less.
         if nonfinite:
             figures[NON_FINITE_ROWS] = nonfinite
         if "jacobian@1.0" in values and temperatures:
-            figures[JACOBIAN_SHARE] = {
-                layer: [2.0 * temperatures[layer] * norm for norm in row]
-                for layer, row in values["jacobian@1.0"].items()
-                if layer in temperatures
-            }
+            figures[JACOBIAN_SHARE] = _shares(values["jacobian@1.0"], temperatures)
         tables = [*values.values()]
+
+        def missing(layer: int, head: int) -> float:
+            if any(layer in table and math.isfinite(_at(table[layer], head)) for table in tables):
+                return 0.0
+            return math.nan if _at(nonfinite.get(layer, ()), head) > 0 else 1.0  # NonFinite has told of that
+
         figures[NOT_MEASURED] = {
-            layer: [
-                float(
-                    not any(
-                        layer in table and head < len(table[layer]) and math.isfinite(table[layer][head])
-                        for table in tables
-                    )
-                    and not any(nonfinite.get(layer, ())[head : head + 1])
-                )
-                for head in range(count)
-            ]
-            for layer, count in self._heads.items()
+            layer: [missing(layer, head) for head in range(count)] for layer, count in self._heads.items()
         }
         return figures
 
@@ -238,6 +272,65 @@ selects less.
                 if change:
                     (raised if change == "raised" else ended).setdefault(layer, {})[head] = (float(figure), memory)
         return raised, ended
+
+    def _gathered(self, rule: Rule, new: list[Told], figures: _Figures, alarmed: _Starts) -> list[Told]:
+        """What of the new heads, and of those that wait, is told at this sample."""
+        if not alarmed or not self.gather:
+            self._waits.pop(rule.name, None)
+            return new
+        wait = self._waits.setdefault(rule.name, _Wait())
+        if wait.left > 0:
+            wait.left -= 1
+            for told in new:
+                for layer, heads in told.heads.items():
+                    wait.heads.setdefault(told.signal.key, {}).setdefault(layer, []).extend(heads)
+            return []
+        result = []
+        for signal in rule.signals(figures):
+            found = {
+                layer: dict(heads) for one in new if one.signal.key == signal.key for layer, heads in one.heads.items()
+            }
+            waiting = wait.heads.pop(signal.key, {})
+            for layer, names in waiting.items():
+                row, memories = figures[signal.quantity].get(layer, ()), self._memory[rule.name, signal.key][layer]
+                for head in names:
+                    if head not in alarmed.get(layer, ()):
+                        continue
+                    if math.isfinite(_at(row, head)) and memories[head].streak:
+                        found.setdefault(layer, {})[head] = (float(row[head]), memories[head])
+                    else:  # it has no figure that could be told
+                        wait.heads.setdefault(signal.key, {}).setdefault(layer, []).append(head)
+            if found:
+                result.append(
+                    Told(signal, {layer: dict(sorted(heads.items())) for layer, heads in sorted(found.items())})
+                )
+        if result:
+            wait.length = min(2 * wait.length, _LONGEST_WAIT) if wait.length else self.gather
+            wait.left = wait.length
+        return result
+
+    def _of_the_told(self, rule: Rule, ended: list[Told]) -> list[Told]:
+        """Without heads whose alarm was never told, of which nothing is told any more."""
+        wait = self._waits.get(rule.name)
+        if wait is None:
+            return ended
+        alarmed = self._alarmed(rule.name)
+        over = {(layer, head) for one in ended for layer, heads in one.heads.items() for head in heads}
+        over = {place for place in over if place[1] not in alarmed.get(place[0], ())}
+        waiting = {(layer, head) for layers in wait.heads.values() for layer, heads in layers.items() for head in heads}
+        for layers in wait.heads.values():
+            for layer, heads in layers.items():
+                heads[:] = [head for head in heads if (layer, head) not in over]
+        return [
+            Told(
+                one.signal,
+                {
+                    layer: {head: found for head, found in heads.items() if (layer, head) not in waiting}
+                    for layer, heads in one.heads.items()
+                },
+            )
+            for one in ended
+        ]
 
     def _fresh(self, rule: Rule, signal: Signal, layer: int, head: int) -> HeadMemory:
         if self._given is None or signal.learning is None:
@@ -304,6 +397,7 @@ selects less.
         return {
             "version": _VERSION,
             "raised": dict(self._raised),
+            "waits": {rule: wait.plain() for rule, wait in self._waits.items()},
             "heads": {str(layer): count for layer, count in self._heads.items()},
             "paths": {str(layer): path for layer, path in self._paths.items()},
             "memory": [
@@ -330,6 +424,7 @@ selects less.
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']!r}")
             raised = {str(rule): int(count) for rule, count in state["raised"].items()}
+            waits = {str(rule): _Wait.from_plain(plain) for rule, plain in state["waits"].items()}
             heads = {int(layer): int(count) for layer, count in state["heads"].items()}
             paths = {int(layer): str(path) for layer, path in state["paths"].items()}
             memory = {
@@ -345,7 +440,8 @@ selects less.
                 f"Expected `state` to be what AlertEngine.state_dict() of version {_VERSION} returned, but got "
                 f"{type(state).__name__} with {error!r}. Start without it to learn new baselines."
             ) from error
-        self._raised, self._heads, self._paths, self._memory, self._given = raised, heads, paths, memory, given
+        self._raised, self._waits, self._heads, self._paths = raised, waits, heads, paths
+        self._memory, self._given = memory, given
 
 
 def _without(told: Sequence[Told], known: _Starts) -> list[Told]:
@@ -367,6 +463,19 @@ def _without(told: Sequence[Told], known: _Starts) -> list[Told]:
         if layers:
             result.append(Told(one.signal, layers))
     return result
+
+
+def _at(row: Sequence[float], head: int) -> float:
+    return row[head] if head < len(row) else math.nan
+
+
+def _shares(norms: Mapping[int, Sequence[float]], temperatures: Mapping[int, float]) -> dict[int, list[float]]:
+    """Jacobian norms as shares of their bound 1/(2T)."""
+    return {
+        layer: [2.0 * temperatures[layer] * norm for norm in row]
+        for layer, row in norms.items()
+        if layer in temperatures
+    }
 
 
 def _plain(memory: HeadMemory) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class NonFinite(Rule):
 
 @dataclass(frozen=True)
 class NotMeasured(Rule):
-    """A head that was measured is so no longer: its layer is not called, is called in a way unknown, or sees no row.
+    """A head has no figures: its layer is not called any more, is called in a way unknown, or sees no row.
 
     Until it is measured again no other rule can say anything of it. Heads whose rows are all non-finite are told by
     `NonFinite` instead.
@@ -61,7 +61,7 @@ class NotMeasured(Rule):
     sigmas: float = 0.0
 
     name: ClassVar[str] = "not_measured"
-    title: ClassVar[str] = "no longer measured"
+    title: ClassVar[str] = "not measured"
     meaning: ClassVar[str] = "nothing is known of these heads meanwhile"
     remedy: ClassVar[str] = (
         "see whether the layer is still called in training (it may be skipped, frozen or compiled away) and whether "

@@ -50,7 +50,7 @@ def raised_alert(
     places = _union(told)
     memories = [memory for one in told for heads in one.heads.values() for _, memory in heads.values()]
     since = min(step if memory.since is None else memory.since for memory in memories)
-    samples = min(memory.streak for memory in memories)
+    samples = max(1, min(memory.streak for memory in memories))
     evidence = tuple(_evidence(rule, one, leaving=False) for one in told)
     new = sum(map(len, places.values()))
     under = sum(map(len, alarmed.values()))

@@ -24,6 +24,13 @@ __all__ = ["EntropyCollapse", "JacobianBound", "ScoreGrowth", "SharpTemperature"
 
 _ENDS = "Else every alarm ends at once."
 
+# Of the score spread: a first figure that only a trained head, or one with normalised queries and keys, has; a level
+# at which a head selects; the unrest below which it is calm. Heads that learn from scratch grow as fast as failing
+# ones, but from nothing and restlessly.
+_SETTLED_FIRST = 0.5
+_SETTLED = 0.3
+_CALM = 0.15
+
 
 @dataclass(frozen=True)
 class EntropyCollapse(BaselineRule):
@@ -89,9 +96,10 @@ class ScoreGrowth(BaselineRule):
     - **crowd**: that of half of a layer's heads, and two at least, reaches ``crowd_spread``. Single healthy heads do:
       one of a pretrained encoder sits at 13, rotary heads without warm-up came to 12.6; healthy layers don't.
     - **jump**: the spread is ``jump`` times the head's own baseline, and at least ``jump_spread``, at one sample. Only
-      where the head had settled: it selected (a baseline of 0.3), and its figure was calm from sample to sample.
+      where the head had settled: it began so, as all do in fine-tuning (a first spread of 0.5), or it came to select
+      (a baseline of 0.3) and its figure is calm from sample to sample.
     - **slope**: it is ``slope`` times the baseline, and at least ``slope_spread``, after ``slope_wait`` samples. The
-      baseline follows with a weight of a tenth: at 8 % a sample the spread runs ahead of it by that factor.
+      baseline follows with a weight of a tenth: at more than 12.5 % a sample the spread runs ahead of it by so much.
     - **largest**: some score reaches ``largest``, where QK-clip acts by default.
 
     Attributes:
@@ -117,9 +125,9 @@ class ScoreGrowth(BaselineRule):
     crowd_spread: float = 10.0
     jump: float = 3.0
     jump_spread: float = 6.0
-    slope: float = 2.0
+    slope: float = 2.25
     slope_spread: float = 8.0
-    slope_wait: int = 20
+    slope_wait: int = 40
     largest: float = 100.0
     leave_largest: float = 80.0
 
@@ -158,7 +166,11 @@ class ScoreGrowth(BaselineRule):
 
     def ready(self, signal: Signal, memory: HeadMemory) -> bool:
         """See `Rule.ready`."""
-        return signal.way != "jump" or ((memory.baseline or 0.0) >= 0.3 and memory.unrest < 0.15)
+        if signal.way != "jump":
+            return True
+        started_settled = (memory.first or 0.0) >= _SETTLED_FIRST
+        calm = (memory.baseline or 0.0) >= _SETTLED and memory.unrest < _CALM
+        return started_settled or calm
 
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""

@@ -27,6 +27,14 @@ _SELECTIVITY = (
 )
 _ENDS = "Else every alarm ends at once."
 
+# When a head's score spread has settled, see `UniformDrift`.
+_GROWN = 1.5
+_TRAINED = 0.4
+_STOOD = 10  # samples
+_CALM = 0.15
+_SELECTS = 3.0
+_AT_ONCE = 3  # samples
+
 
 @dataclass(frozen=True)
 class EntropyRise(BaselineRule):
@@ -81,26 +89,36 @@ class EntropyRise(BaselineRule):
 class UniformDrift(BaselineRule):
     """A head that selected goes uniform: its score spread is all but gone, its entropy near that of equal weights.
 
-    The baseline is the spread that the head has reached: it goes up with ``learn_better``, and down so slowly
-    (``learn_worse``) that a drift of hundreds of samples is not learned. A head that never had a spread of
-    ``min_baseline`` has nothing to lose and is not judged: so starts every head that is trained from scratch. On the
-    benchmark's healthy runs that are tuned on, at cadences of 5 to 50 steps, no such head fell to 15 % of its baseline.
+    Four ways:
 
-    The model's own temperature going up by a factor of ``hotter`` counts, too, where the entropy goes with it.
+    - **sudden**: the spread falls to ``sudden_share`` of the sample before, at one sample.
+    - **drift**: it falls to ``share`` of the baseline, which is what the head had reached: that goes up with
+      ``learn_better``, and down so slowly (``learn_worse``) that a fall of more than 1 % a sample is not learned.
+    - **flat**: half of a layer's heads come to ``flat_share`` of their very first spread within three samples, and stay
+      there for ``flat_patience``: the layer is dead before it has learned anything, as in post-norm without warm-up.
+    - **hotter**: the model's own temperature has risen by that factor, and the entropy with it.
+
+    The first two judge a head only once it has settled: its spread has grown to one and a half times the first, or a
+    spread that only training or normalised queries and keys give (0.4) stood for ten samples, or it began at 3. What
+    random weights give dips slowly in healthy runs, to a tenth, before it grows.
 
     Attributes:
-        share: Share of the baseline at which a sample counts, if ``patience`` samples agree.
-        sudden_share: Share of the baseline at which one sample is enough.
+        share: Share of the baseline at which a sample counts as drift, if ``patience`` samples agree.
+        sudden_share: Share of the sample before at which one sample is enough.
+        flat_share: Share of the first figure at which a layer counts as flat.
+        flat_patience: Samples that this has to last.
         leave_share: The alarm ends above this share.
         min_entropy: Normalised entropy from which a sample counts, where that is measured.
-        min_baseline: Least baseline of the score spread, in units of scores / T.
+        min_baseline: Least score spread, in units of scores / T, that a head must have had.
         hotter: Factor by which the model's own temperature must have risen over its baseline.
     """
 
     patience: int | None = 2
-    learn_worse: float = 0.03
+    learn_worse: float = 0.01
     share: float = 0.15
     sudden_share: float = 0.1
+    flat_share: float = 0.12
+    flat_patience: int = 5
     leave_share: float = 0.3
     min_entropy: float = 0.95
     min_baseline: float = 0.2
@@ -118,49 +136,62 @@ class UniformDrift(BaselineRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("share", "sudden_share", "leave_share"):
-            check(self.name, name, getattr(self, name), 0.0, 1.0, "0.15 means that 15 % of the baseline are left.")
+        for name in ("share", "sudden_share", "flat_share", "leave_share"):
+            check(self.name, name, getattr(self, name), 0.0, 1.0, "0.15 means that 15 % are left.")
         check(self.name, "min_entropy", self.min_entropy, -1e-300, 1.0, "It is a normalised entropy, 0 to 1.")
         check(self.name, "min_baseline", self.min_baseline, -1e-300, math.inf, "0 judges every head.")
         check(self.name, "hotter", self.hotter, 1.0, math.inf, "3 means three times the temperature.")
-        check_order(self.name, "share", self.share, "leave_share", self.leave_share, _ENDS)
-        if self.sudden_share > self.share:
-            raise ValueError(
-                f"Expected `sudden_share` of `{self.name}` to be at most `share`, but got sudden_share="
-                f"{self.sudden_share:g} and share={self.share:g}. One sample must not be enough for less than several."
-            )
+        check_whole(self.name, "flat_patience", self.flat_patience, 1, "It is a number of samples.")
+        for name in ("share", "sudden_share", "flat_share"):
+            check_order(self.name, name, getattr(self, name), "leave_share", self.leave_share, _ENDS)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
         spread = ("score_spread", "score spread", False)
         return if_present(
             quantities,
-            Signal(*spread, way="sudden", learning=self.learning, patience=1),
+            Signal(*spread, way="sudden", learning=(1.0, 1.0), patience=1),
             Signal(*spread, way="drift", learning=self.learning),
+            Signal(*spread, way="flat", learning=(0.0, 0.0), patience=self.flat_patience, crowd=0.5),
             Signal(TEMPERATURE, "temperature T", True, way="hotter", learning=(0.5, 0.5), patience=1),
         )
 
     def ready(self, signal: Signal, memory: HeadMemory) -> bool:
         """See `Rule.ready`."""
-        return signal.quantity == TEMPERATURE or (memory.baseline or 0.0) >= self.min_baseline
+        if signal.way == "hotter":
+            return True
+        if (memory.baseline or 0.0) < self.min_baseline:
+            return False
+        return memory.streak > 0 or memory.seen <= _AT_ONCE if signal.way == "flat" else memory.settled
+
+    def settles(self, signal: Signal, memory: HeadMemory) -> bool:
+        """See `Rule.settles`."""
+        if memory.first is None or memory.baseline is None or memory.last is None:
+            return False
+        grown = memory.baseline >= max(_GROWN * memory.first, self.min_baseline)
+        stood = memory.seen >= _STOOD and memory.first >= _TRAINED and memory.unrest < _CALM
+        return grown or memory.first >= _SELECTS or (stood and 0.75 <= memory.last / memory.first <= 1.0 / 0.75)
 
     def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
         """See `Rule.in_company`."""
         return not figures.get("entropy_normalized", math.nan) < self.min_entropy
 
+    def _share(self, signal: Signal) -> float:
+        return {"sudden": self.sudden_share, "drift": self.share, "flat": self.flat_share}[signal.way]
+
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
-        if signal.quantity == TEMPERATURE:
+        if signal.way == "hotter":
             return self.hotter * baseline, math.sqrt(self.hotter) * baseline
-        share = self.sudden_share if signal.way == "sudden" else self.share
-        return share * baseline, self.leave_share * baseline
+        return self._share(signal) * baseline, self.leave_share * baseline
 
     def limit_text(self, signal: Signal) -> str:
         """See `Rule.limit_text`."""
-        if signal.quantity == TEMPERATURE:
+        if signal.way == "hotter":
             return f"limit: {self.hotter:g} times the baseline"
-        share = self.sudden_share if signal.way == "sudden" else self.share
-        return f"limit: {share:.0%} of the baseline with normalised entropy above {self.min_entropy:g}"
+        of = {"sudden": "the sample before", "drift": "the baseline", "flat": "the first, in half of a layer,"}
+        share = f"{self._share(signal):.0%} of {of[signal.way]}"
+        return f"limit: {share} with normalised entropy above {self.min_entropy:g}"
 
 
 @dataclass(frozen=True)

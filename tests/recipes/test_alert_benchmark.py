@@ -431,20 +431,20 @@ def test_a_run_is_trained_once_and_scored_again(
 
 
 def test_sets_of_runs() -> None:
-    families = recipe.choose("rate_jump, rate_jump_narrow,tune_other")
+    families = recipe.choose("rate_jump, rate_jump_192,tune_other")
     assert [family.name for family in families] == [
         "tune_other",
         "plain",
-        "narrow_heads",
+        "context_192",
         "rate_jump",
-        "rate_jump_narrow",
+        "rate_jump_192",
     ]
     tasks = recipe.make_tasks(families, (0,), (100,), ["a"])
     assert [(task.family.name, task.group, task.seed) for task in tasks] == [
         ("plain", "score", 100),
-        ("narrow_heads", "unseen", 100),
+        ("context_192", "unseen", 100),
         ("rate_jump", "score", 100),
-        ("rate_jump_narrow", "unseen", 100),
+        ("rate_jump_192", "unseen", 100),
         ("plain", "tune", 0),
         ("rate_jump", "tune", 0),
     ]

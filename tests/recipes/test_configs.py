@@ -23,6 +23,7 @@ RECIPES = {
     "compare_normalizers": "compare_normalizers",
     "overhead": "overhead",
     "three_trainers": "three_trainers",
+    "try_warnings": "try_warnings",
 }  # configs/<folder>/<name>.yaml to recipes/<script>.py
 
 
@@ -186,3 +187,15 @@ def test_alert_benchmark(config: Path, tmp_path: Path, text_file: Path) -> None:
     assert f"{runs} of {runs}: " in run.stdout
     assert (tmp_path / "results.md").is_file()
     assert (tmp_path / "results.json").is_file()
+
+
+@pytest.mark.parametrize("config", of("try_warnings"), ids=str)
+def test_try_warnings(config: Path, tmp_path: Path, model_dir: Path, text_file: Path) -> None:
+    written = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
+    options = [f"--text={text_file}", "--length=32", "--steps=10", "--from_step=4", "--every_n_steps=2"]
+    options += [f"--output={tmp_path}"] if written["model"] is None else [f"--model={model_dir}"]
+    run = run_header(config, *options)
+    assert f"rate {written['rate']:g}: done" in run.stdout
+    assert "T / 20 in a layer from step 4: done" in run.stdout
+    assert "first warning" in run.stdout
+    assert "softmax temperature too sharp" in run.stdout or written["model"] is not None  # its scores are next to 0
