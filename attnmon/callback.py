@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -224,7 +226,8 @@ class AttentionMonitor(pl.Callback):
         self._probe_batch: Any = None
         self._batch: Any = None  # of the sampled step, until its backward pass begins
         self._looked_at: Any = None  # the same, where it may be kept for a replay, until the step is done
-        self._norm: Tensor | None = None  # of the gradients of the sampled step
+        self._norms: dict[int, Tensor | None] = {}  # of the sampled step's gradients, by optimizer
+        self._rates: list[float] = []  # of the sampled step
         self._held: Snapshot | None = None  # with alerts, until what is known of its step is complete
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
@@ -271,7 +274,8 @@ class AttentionMonitor(pl.Callback):
             "_probe_batch": None,
             "_batch": None,
             "_looked_at": None,
-            "_norm": None,
+            "_norms": {},
+            "_rates": [],
             "_held": None,
             "_sinks": {},
         }
@@ -322,13 +326,16 @@ class AttentionMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the model as it was found, and writes what was held: Lightning calls no teardown after an error."""
         self._monitor.unbind()
-        held, self._held = self._held, None
-        self._log(trainer, self._monitor.note(held), self.prefix)
+        held, looked_at = self._held, self._looked_at
+        self._held = self._looked_at = None
+        snapshot = self._monitor.note(held, batch=looked_at)
+        self._log(trainer, snapshot, self.prefix)
+        self._monitor.tell(snapshot)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what was held for a step that was not finished."""
         if self._held is not None:
-            self._release_held(trainer, None)
+            self._release_held(trainer, pl_module, None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leaves the model as it was found."""
@@ -345,13 +352,15 @@ class AttentionMonitor(pl.Callback):
         if self._step == self._sampled_step or not self._monitor.due(self._step):
             return
         self._sampled_step = self._step
+        self._norms, self._rates = {}, []
         if self._options.source == "probe":
             snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
             self._hold(trainer, snapshot, self._probe_batch)
             return
         if self._compiled_step is None:
             self._compiled_step = is_compiled_function(pl_module.training_step)
-        self._looked_at = batch if self._options.keep_batches is not None else None
+        # a step may take things out of it
+        self._looked_at = copy.copy(batch) if self._options.keep_batches is not None else None
         if self._compiled_step:
             self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
             return
@@ -384,7 +393,7 @@ class AttentionMonitor(pl.Callback):
         # The step count moves on when the next batch starts: a validation in between belongs to this step.
         self._stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if self._held is not None and self._stepped:
-            self._release_held(trainer, outputs)
+            self._release_held(trainer, pl_module, outputs)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -392,11 +401,14 @@ class AttentionMonitor(pl.Callback):
         """Takes the norm of a sampled step's gradients before they are clipped; an alert has it read."""
         if not (self._monitor.is_open or self._held is not None) or not self._options.alerts:
             return
+        rate = max(filter(None, map(largest_rate, trainer.optimizers)), default=None)
+        self._rates += [] if rate is None else [rate]
         if isinstance(trainer.strategy.model, FullyShardedDataParallel):  # this process has a part of them
             return
 
         def take() -> None:
-            self._norm = gradient_norm(list(pl_module.parameters()))
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._norms[id(optimizer)] = gradient_norm(parameters)
 
         with self._monitor.meter.running():
             self._monitor.attempt("the gradients' norm", take)
@@ -408,13 +420,20 @@ class AttentionMonitor(pl.Callback):
         else:
             self._log(trainer, self._monitor.note(snapshot), self.prefix)
 
-    def _release_held(self, trainer: pl.Trainer, outputs: Any) -> None:
-        held, looked_at, norm = self._held, self._looked_at, self._norm
-        self._held = self._looked_at = self._norm = None
+    def _release_held(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
+        held, looked_at = self._held, self._looked_at
+        self._held = self._looked_at = None
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        rates = [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
+        if isinstance(loss, Tensor) and pl_module.automatic_optimization:
+            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+        norms = list(self._norms.values())
+        whole = [norm for norm in norms if norm is not None]
         snapshot = self._monitor.note(
-            held, loss=loss, grad_norm=norm, learning_rate=max(rates, default=None), batch=looked_at
+            held,
+            loss=loss,
+            grad_norm=torch.stack(whole).norm() if whole and len(whole) == len(norms) else None,
+            learning_rate=max(self._rates, default=None),
+            batch=looked_at,
         )
         self._log(trainer, snapshot, self.prefix)
         if self._monitor.act(snapshot):

@@ -51,7 +51,7 @@ class Events:
         *,
         loss: object = None,
         grad_norm: object = None,
-        learning_rate: float | None = None,
+        learning_rate: object = None,
         batch: Any = None,
     ) -> Snapshot:
         """Puts what is known of the step beside the sample's alerts, and the alerts into the history.
@@ -62,7 +62,7 @@ class Events:
             snapshot: The sample.
             loss: Training loss of its step, a number or a tensor with one.
             grad_norm: Norm of its gradients, likewise.
-            learning_rate: The optimizer's.
+            learning_rate: The optimizer's, likewise.
             batch: What was looked at, for a replay.
 
         Returns:
@@ -70,7 +70,11 @@ class Events:
         """
         if not snapshot.alerts and not snapshot.recoveries:
             return snapshot
-        known: dict[str, Any] = {"loss": _number(loss), "grad_norm": _number(grad_norm), "learning_rate": learning_rate}
+        known: dict[str, Any] = {
+            "loss": _number(loss),
+            "grad_norm": _number(grad_norm),
+            "learning_rate": _number(learning_rate),
+        }
         alerts, recoveries = (
             tuple(dataclasses.replace(alert, **known) for alert in some)
             for some in (snapshot.alerts, snapshot.recoveries)
@@ -81,8 +85,16 @@ class Events:
             self._attempt(f"keep_batches={self._folder!r}", lambda: _keep(path, snapshot.step, batch, alerts))
         return dataclasses.replace(snapshot, alerts=alerts, recoveries=recoveries)
 
+    def tell(self, snapshot: Snapshot | None) -> None:
+        """Calls the user's function with what a sample has to tell, in the first process."""
+        on_alert = self._on_alert
+        if snapshot is None or on_alert is None or _rank() > 0:
+            return
+        for alert in (*_worst_first(snapshot.alerts), *snapshot.recoveries):
+            self._attempt("on_alert", partial(on_alert, alert))
+
     def act(self, snapshot: Snapshot | None) -> bool:
-        """Does what the severities ask for, once the sample has been written.
+        """Calls the user's function, and does what the severities ask for, once the sample has been written.
 
         Returns:
             Whether the run is to stop.
@@ -92,13 +104,9 @@ class Events:
         """
         if snapshot is None or not (snapshot.alerts or snapshot.recoveries):
             return False
-        worst_first = sorted(snapshot.alerts, key=lambda alert: _WORST_FIRST.index(alert.severity))
-        asked = [(alert, self._actions[alert.severity]) for alert in worst_first]
+        self.tell(snapshot)
+        asked = [(alert, self._actions[alert.severity]) for alert in _worst_first(snapshot.alerts)]
         if _rank() == 0:
-            on_alert = self._on_alert
-            if on_alert is not None:
-                for alert in (*worst_first, *snapshot.recoveries):
-                    self._attempt("on_alert", partial(on_alert, alert))
             for alert, action in asked:
                 if action in ("warn", "stop"):
                     warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=4)
@@ -147,16 +155,31 @@ def _number(value: object) -> float | None:
     return None
 
 
+def _worst_first(alerts: Sequence[Alert]) -> list[Alert]:
+    return sorted(alerts, key=lambda alert: _WORST_FIRST.index(alert.severity))
+
+
 def _keep(path: Path, step: int, batch: Any, alerts: Sequence[Alert]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     content = {
         "step": step,
         "alerts": [alert.plain() for alert in alerts],
-        "batch": to_device(batch, torch.device("cpu")),
+        "batch": _copied(to_device(batch, torch.device("cpu"))),
     }
     torch.save(content, unfinished)
     unfinished.replace(path)
+
+
+def _copied(batch: Any) -> Any:
+    """Tensors without what lies beside them in memory: a view would be saved with all that it is a view of."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone()
+    if isinstance(batch, Mapping):
+        return {key: _copied(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_copied(value) for value in batch]
+    return batch
 
 
 def _rank() -> int:

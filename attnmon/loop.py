@@ -79,7 +79,11 @@ class Watch:
         if self._active:
             raise RuntimeError("Expected a Watch to be entered once at a time. Make a second one with `watch(model)`.")
         self._active = True
-        self._begin()
+        try:
+            self._act(self._begin())
+        except BaseException:  # an alert may ask for this: `with` has not begun then, and ends nothing
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -96,7 +100,7 @@ class Watch:
             self._monitor.attempt(f"writer {name}", sink.save)
 
     def step(
-        self, *, loss: Any = None, grad_norm: Any = None, learning_rate: float | None = None, batch: Any = None
+        self, *, loss: Any = None, grad_norm: Any = None, learning_rate: Any = None, batch: Any = None
     ) -> Snapshot | None:
         """To be called once after each optimizer step.
 
@@ -119,8 +123,9 @@ class Watch:
         snapshot = self._monitor.close(self.step_count) if self._monitor.is_open else None
         self.step_count += 1  # an alert that raises leaves a count behind that a resumed run can go on from
         snapshot = self._record(snapshot)
-        following = self._begin()
+        following = self._begin()  # before an alert may raise: the next step is then looked at as well
         self._known = {}
+        self._act(snapshot, following)
         return following or snapshot
 
     def look(self, batch: Any | Callable[[nn.Module], object]) -> None:
@@ -162,7 +167,7 @@ class Watch:
         if self._active:
             self._remove_hooks()
             self._monitor.abort()
-            self._begin()
+            self._act(self._begin())
 
     def _begin(self) -> Snapshot | None:
         if not self._monitor.due(self.step_count):
@@ -206,7 +211,7 @@ class Watch:
                 call_model(self._model, to_device(batch, device))
 
     def _record(self, snapshot: Snapshot | None) -> Snapshot | None:
-        """Notes, writes and acts on a sample."""
+        """Notes and writes a sample."""
         snapshot = self._monitor.note(snapshot, **self._known)
         if snapshot is not None and self._sinks:
             with self._monitor.writing():
@@ -215,8 +220,11 @@ class Watch:
                 for name, sink in self._sinks:
                     write = partial(sink.write, snapshot, scalars, prefix="attn", images=due)
                     self._monitor.attempt(f"writer {name}", write)
-        self.should_stop |= self._monitor.act(snapshot)
         return snapshot
+
+    def _act(self, *snapshots: Snapshot | None) -> None:
+        for snapshot in snapshots:
+            self.should_stop |= self._monitor.act(snapshot)
 
 
 def watch(

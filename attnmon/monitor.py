@@ -246,6 +246,10 @@ class Monitor:
         self.latest = noted if self.latest is snapshot else self.latest
         return noted
 
+    def tell(self, snapshot: Snapshot | None) -> None:
+        """Calls the user's function only, where the run has ended in the middle of a step."""
+        self._events.tell(snapshot)
+
     def act(self, snapshot: Snapshot | None) -> bool:
         """Does what the alerts of a sample that has been written ask for, see `attnmon.events.Events.act`.
 

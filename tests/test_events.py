@@ -152,7 +152,6 @@ class TestTheStateOfTraining:
         assert f"Training: loss {run.losses[0]:.2f}, gradient norm" in run.alerts[0].message
         assert run.latest.recoveries == run.alerts[-1:]
 
-    @pytest.mark.xfail(strict=True, reason="the loss is divided by the number of batches, the rate is the next step's")
     def test_accumulated_gradients_and_a_schedule(self, tmp_path):
         run = Run(tmp_path, data=batches(4, repeat=2), fit=TWO).fit()
         assert steps(run.alerts) == ALTERNATING
@@ -167,7 +166,6 @@ class TestTheStateOfTraining:
         assert run.alerts[0].loss == run.module.losses[0]
         assert run.logged == list(range(8))
 
-    @pytest.mark.xfail(strict=True, reason="the norm is of what the first optimizer has not cleared")
     def test_manual_optimization_with_two_optimizers(self, tmp_path):
         run = Run(tmp_path, Manual(), fit=EPOCH, data=batches(4)).fit()
         assert steps(run.alerts) == ALTERNATING
@@ -175,7 +173,6 @@ class TestTheStateOfTraining:
         assert {alert.learning_rate for alert in run.alerts} == {0.2}
         assert [alert.grad_norm for alert in run.alerts] == pytest.approx(run.module.norms)
 
-    @pytest.mark.xfail(strict=True, reason="a norm without an alert is left for the next alert")
     def test_no_norm_of_another_step(self, tmp_path):
         module = Manual()
         module.every = 2
@@ -198,7 +195,6 @@ class TestTheStateOfTraining:
         assert (steps(run.alerts), run.logged, run.trainer.global_step) == ([(0, False)], [0], 0)
         assert run.latest.alerts == run.alerts
 
-    @pytest.mark.xfail(strict=True, reason="only the sample is written")
     def test_nor_the_batch_nor_the_call(self, tmp_path):
         seen, kept = [], tmp_path / "kept"
         run = Run(tmp_path, keep_batches=str(kept), on_alert=seen.append, fit=TWO)
@@ -207,7 +203,6 @@ class TestTheStateOfTraining:
             run.fit()
         assert (tuple(seen), len(list(kept.iterdir()))) == (run.alerts, 1)
 
-    @pytest.mark.xfail(strict=True, reason="taken as it comes")
     def test_rates_that_are_no_number_do_no_harm(self):
         with watch(model(), 1, **LOOK) as monitor:
             for batch, rate in zip(batches(2), (torch.tensor(0.25), [0.25]), strict=True):
@@ -316,7 +311,6 @@ class TestActions:
         assert before + after == logged
         assert plain(resumed.alerts) == plain(unbroken.alerts)
 
-    @pytest.mark.xfail(strict=True, reason="a sample is left out; at the first probe it stays entered")
     def test_a_plain_loop_goes_on_after_an_error(self):
         assert self.loop("raise", 6)[0] == [0, 1, 2, 3, 4, 5]
         monitor = watch(model(), 1, source="probe", probe=batches(1)[0], **RAISE)
@@ -385,7 +379,6 @@ class TestKeptBatches:
         assert replay.alerts[0].loss == run.alerts[0].loss
         assert replay.alerts[0].evidence[0].figures == run.alerts[0].evidence[0].figures
 
-    @pytest.mark.xfail(strict=True, reason="a view is saved with all that it is a view of")
     def test_without_what_lies_beside_them_in_memory(self, tmp_path):
         net, tokens = model(), torch.randint(61, (2, 100_000))
         with watch(net, 1, **LOOK, keep_batches=str(tmp_path / "kept")) as monitor:
@@ -395,7 +388,6 @@ class TestKeptBatches:
         assert torch.equal(torch.load(file)["batch"], tokens[:, :24])
         assert file.stat().st_size < 50_000
 
-    @pytest.mark.xfail(strict=True, reason="what the step takes out of it is gone")
     def test_as_they_came(self, tmp_path):
         class Takes(Module):
             def training_step(self, batch, batch_idx):

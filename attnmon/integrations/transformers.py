@@ -167,6 +167,8 @@ class AttentionMonitorCallback(TrainerCallback):
         self._batch: Any = None  # the probe's, on its device
         self._looks_twice = True
         self._known: dict[str, Any] = {}  # of the sampled step
+        self._stops = False
+        self._let_the_norm_be: Callable[[], None] = _nothing
         self._stop_listening: Callable[[], None] = _nothing
         self._heard: Callable[[], bool] = _heard_all
         self._board: tuple[Any, Board] | None = None  # the writer it is for, and what writes through it
@@ -196,6 +198,7 @@ class AttentionMonitorCallback(TrainerCallback):
             "_trainer": None,
             "_batch": None,
             "_known": {},
+            "_let_the_norm_be": _nothing,
             "_board": None,
             "_stop_listening": _nothing,
             "_heard": _heard_all,
@@ -240,6 +243,7 @@ class AttentionMonitorCallback(TrainerCallback):
             self._report(self._trainer, self._monitor.sample(step, "probe", probe))
         elif not self._monitor.blind:
             self._listen(self._trainer, step)
+            self._hear_the_norm(self._trainer)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -248,14 +252,21 @@ class AttentionMonitorCallback(TrainerCallback):
         if not self._heard():  # the step went past `compute_loss`
             self._monitor.open(state.global_step)  # and `close` says that nothing was seen
         self._stop_listening()
+        self._let_the_norm_be()
         if self._trainer is not None and self._monitor.is_open:
             self._report(self._trainer, self._monitor.close(state.global_step))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ends the run where an alert has asked for it: earlier, the Trainer would end in the middle of the step."""
+        if self._stops:
+            self._stops = False
+            control.should_training_stop = True
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes the norm of a sampled step's gradients; it is looked at if there is an alert."""
-        if self._trainer is None or not self._monitor.is_open or self._options.source == "probe":
+        """Takes the norm of a sampled step's gradients, where the Trainer has not; an alert has it read."""
+        if self._trainer is None or not self._monitor.is_open or "grad_norm" in self._known:
             return
 
         def take() -> None:
@@ -306,9 +317,11 @@ class AttentionMonitorCallback(TrainerCallback):
                 self._monitor.abort()
                 raise
             self._monitor.detach()
-            loss = result[0] if isinstance(result, tuple) else result
+            loss: Any = result[0] if isinstance(result, tuple) else result
+            if trainer.args.gradient_accumulation_steps > 1:  # one of several parts, however these are weighed
+                loss = None
             kept = batch if self._options.keep_batches is not None else None
-            self._known = {"loss": loss.detach() if isinstance(loss, torch.Tensor) else loss, "batch": kept}
+            self._known |= {"loss": loss.detach() if isinstance(loss, torch.Tensor) else loss, "batch": kept}
             if self._looks_twice and self._monitor.sees_nothing and anything_compiled():
                 self._monitor.read(step, "train", self._pass(trainer, model, batch, certain=False))
                 self._looks_twice = not self._monitor.sees_nothing  # if this sees nothing either it was something else
@@ -317,6 +330,27 @@ class AttentionMonitorCallback(TrainerCallback):
         vars(trainer)["compute_loss"] = read
         self._stop_listening = stop
         self._heard = lambda: not listening
+
+    def _hear_the_norm(self, trainer: Trainer) -> None:
+        """Takes up the norm of the gradients that the next clipping finds, which is that before it."""
+        self._known = {}
+        accelerator = trainer.accelerator
+        own = vars(accelerator).get("clip_grad_norm_")
+        clip = accelerator.clip_grad_norm_
+
+        def stop() -> None:
+            if vars(accelerator).get("clip_grad_norm_") is read:
+                vars(accelerator).pop("clip_grad_norm_")
+                vars(accelerator).update({} if own is None else {"clip_grad_norm_": own})
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            stop()
+            norm = clip(*args, **kwargs)
+            self._known["grad_norm"] = norm.detach().clone() if isinstance(norm, torch.Tensor) else norm
+            return norm
+
+        vars(accelerator)["clip_grad_norm_"] = read
+        self._let_the_norm_be = stop
 
     def _pass(
         self, trainer: Trainer, model: nn.Module, batch: Any, *, certain: bool = True
@@ -366,8 +400,7 @@ class AttentionMonitorCallback(TrainerCallback):
         if snapshot is None:
             return
         self._write(trainer, snapshot)
-        if self._monitor.act(snapshot):
-            trainer.control.should_training_stop = True
+        self._stops |= self._monitor.act(snapshot)
 
     def _write(self, trainer: Trainer, snapshot: Snapshot) -> None:
         with self._monitor.writing():
@@ -431,7 +464,9 @@ class AttentionMonitorCallback(TrainerCallback):
 
     def _release(self) -> None:
         self._stop_listening()
+        self._let_the_norm_be()
         self._heard = _heard_all
+        self._stops = False
         self._monitor.unbind()
         self._trainer = self._batch = self._board = None
 

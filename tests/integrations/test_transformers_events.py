@@ -57,15 +57,16 @@ def logged(trainer, key):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("key", ["loss", "learning_rate", "grad_norm"])
-def test_the_state_of_training_is_as_the_trainer_logs_it(tmp_path, request, accumulate, key):
-    if key == "grad_norm" or (key, accumulate) == ("loss", 2):
-        reason = "taken after they are clipped" if key == "grad_norm" else "the first batch's part of it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_the_state_of_training_is_as_the_trainer_logs_it(tmp_path, accumulate, key):
     monitor = AttentionMonitorCallback(1, **LOOK)
     trainer = make(tmp_path, monitor, repeat=accumulate, gradient_accumulation_steps=accumulate)
     trainer.train()
     assert steps(monitor.alerts) == ALTERNATING
-    assert [getattr(alert, key) for alert in monitor.alerts] == pytest.approx(logged(trainer, key), rel=1e-4)
+    known = [getattr(alert, key) for alert in monitor.alerts]
+    if (key, accumulate) == ("loss", 2):  # of which a batch has a part only
+        assert known == [None] * 4
+    else:
+        assert known == pytest.approx(logged(trainer, key), rel=1e-4)
     assert monitor.latest.recoveries == monitor.alerts[-1:]
 
 
@@ -86,9 +87,7 @@ def test_training_keeps_its_bits(tmp_path, source):
 
 
 @pytest.mark.parametrize(("source", "accumulate"), [("train", 2), ("probe", 1), ("probe", 2)])
-def test_stop_ends_the_run_after_the_step_and_on_from_its_checkpoint(tmp_path, request, source, accumulate):
-    if (source, accumulate) == ("probe", 2):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="ends in the middle of the step"))
+def test_stop_ends_the_run_after_the_step_and_on_from_its_checkpoint(tmp_path, source, accumulate):
     arguments = {"repeat": accumulate, "gradient_accumulation_steps": accumulate}
     monitor = AttentionMonitorCallback(1, source=source, **LOOK | {"actions": {"warn": "stop"}})
     trainer = make(tmp_path, monitor, save_strategy="steps", save_steps=1, **arguments)
