@@ -16,7 +16,9 @@ KEYS = {"spread": "score_spread", "largest": "score_max", "entropy": "entropy_no
 _DRIFT = {"share": 0.15, "sudden_share": 0.1, "flat_share": 0.12, "flat_patience": 5, "leave_share": 0.3, "hotter": 3.0}
 _LEVELS = {"spread": 15.0, "leave_spread": 8.0, "crowd_spread": 10.0, "largest": 100.0, "leave_largest": 80.0}
 _CHANGE = {"jump": 3.0, "jump_spread": 6.0, "slope": 2.0, "slope_spread": 8.0, "slope_wait": 20}
-DRIFT = alerts.UniformDrift(**_DRIFT, min_entropy=0.95, min_baseline=0.2, learn_better=0.2, learn_worse=0.03)
+DRIFT = alerts.UniformDrift(
+    **_DRIFT, crowd_share=0.25, min_entropy=0.95, min_baseline=0.2, learn_better=0.2, learn_worse=0.03
+)
 GROWTH = alerts.ScoreGrowth(**_LEVELS, **_CHANGE, learn_better=0.1, learn_worse=0.1)
 SHARP = alerts.SharpTemperature(learn_better=0.5, learn_worse=0.5, level=0.1, leave=0.12, cut=0.5, min_spread=6.0)
 BOUND = alerts.JacobianBound(share=0.9, leave=0.8)
@@ -275,3 +277,18 @@ def test_non_finite_rows_are_no_recovery():
     for step in range(9):
         engine.update(step, {"score_spread": {0: [1.0, NAN]}}, nonfinite={0: [0, 7 if step > 4 else 0]})
         assert engine.recoveries == []
+
+
+@pytest.mark.parametrize(("falling", "entropy", "expected"), [(2, 0.9, [2]), (1, 0.9, []), (2, 0.8, [])])
+def test_half_of_a_layer_goes_uniform_together(falling, entropy, expected):
+    rule = alerts.UniformDrift(crowd_share=0.3, crowd_entropy=0.85)
+    engine, fired = only(rule), []
+    for step, (spread, level) in enumerate([(2.0, 0.6), (0.5, entropy), (0.5, entropy), (0.5, entropy)]):
+        values = {
+            "score_spread": {0: [spread] * falling + [2.0] * (4 - falling)},
+            "entropy_normalized": {0: [level] * falling + [0.6] * (4 - falling)},
+        }
+        if step == 0:
+            engine.update(-1, values)  # settled with the second sample
+        fired += [step for alert in engine.update(step, values) if alert.heads == {0: tuple(range(falling))}]
+    assert fired == expected

@@ -32,7 +32,7 @@ _GROWN = 1.5
 _TRAINED = 0.4
 _STOOD = 10  # samples
 _CALM = 0.15
-_SELECTS = 3.0
+_SELECTS = 1.5
 _AT_ONCE = 3  # samples
 
 
@@ -89,22 +89,25 @@ class EntropyRise(BaselineRule):
 class UniformDrift(BaselineRule):
     """A head that selected goes uniform: its score spread is all but gone, its entropy near that of equal weights.
 
-    Four ways:
+    Five ways:
 
     - **sudden**: the spread falls to ``sudden_share`` of the sample before, at one sample.
     - **drift**: it falls to ``share`` of the baseline, which is what the head had reached: that goes up with
       ``learn_better``, and down so slowly (``learn_worse``) that a fall of more than 1 % a sample is not learned.
+    - **crowd**: half of a layer's heads come to ``crowd_share`` of their baselines, and to ``crowd_entropy``.
     - **flat**: half of a layer's heads come to ``flat_share`` of their very first spread within three samples, and stay
       there for ``flat_patience``: the layer is dead before it has learned anything, as in post-norm without warm-up.
     - **hotter**: the model's own temperature has risen by that factor, and the entropy with it.
 
-    The first two judge a head only once it has settled: its spread has grown to one and a half times the first, or a
-    spread that only training or normalised queries and keys give (0.4) stood for ten samples, or it began at 3. What
+    The first three judge a head only once it has settled: its spread has grown to one and a half times the first, or a
+    spread that only training or normalised queries and keys give (0.4) stood for ten samples, or it began at 1.5. What
     random weights give dips slowly in healthy runs, to a tenth, before it grows.
 
     Attributes:
         share: Share of the baseline at which a sample counts as drift, if ``patience`` samples agree.
         sudden_share: Share of the sample before at which one sample is enough.
+        crowd_share: Share of the baseline that is enough where half of a layer's heads are there.
+        crowd_entropy: Normalised entropy from which a sample counts then.
         flat_share: Share of the first figure at which a layer counts as flat.
         flat_patience: Samples that this has to last.
         leave_share: The alarm ends above this share.
@@ -117,9 +120,11 @@ class UniformDrift(BaselineRule):
     learn_worse: float = 0.01
     share: float = 0.15
     sudden_share: float = 0.1
+    crowd_share: float = 0.3
+    crowd_entropy: float = 0.85
     flat_share: float = 0.12
     flat_patience: int = 5
-    leave_share: float = 0.3
+    leave_share: float = 0.4
     min_entropy: float = 0.95
     min_baseline: float = 0.2
     hotter: float = 3.0
@@ -136,13 +141,14 @@ class UniformDrift(BaselineRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("share", "sudden_share", "flat_share", "leave_share"):
+        for name in ("share", "sudden_share", "crowd_share", "flat_share", "leave_share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "0.15 means that 15 % are left.")
-        check(self.name, "min_entropy", self.min_entropy, -1e-300, 1.0, "It is a normalised entropy, 0 to 1.")
+        for name in ("min_entropy", "crowd_entropy"):
+            check(self.name, name, getattr(self, name), -1e-300, 1.0, "It is a normalised entropy, 0 to 1.")
         check(self.name, "min_baseline", self.min_baseline, -1e-300, math.inf, "0 judges every head.")
         check(self.name, "hotter", self.hotter, 1.0, math.inf, "3 means three times the temperature.")
         check_whole(self.name, "flat_patience", self.flat_patience, 1, "It is a number of samples.")
-        for name in ("share", "sudden_share", "flat_share"):
+        for name in ("share", "sudden_share", "crowd_share", "flat_share"):
             check_order(self.name, name, getattr(self, name), "leave_share", self.leave_share, _ENDS)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
@@ -152,6 +158,7 @@ class UniformDrift(BaselineRule):
             quantities,
             Signal(*spread, way="sudden", learning=(1.0, 1.0), patience=1),
             Signal(*spread, way="drift", learning=self.learning),
+            Signal(*spread, way="crowd", learning=self.learning, crowd=0.5),
             Signal(*spread, way="flat", learning=(0.0, 0.0), patience=self.flat_patience, crowd=0.5),
             Signal(TEMPERATURE, "temperature T", True, way="hotter", learning=(0.5, 0.5), patience=1),
         )
@@ -174,10 +181,18 @@ class UniformDrift(BaselineRule):
 
     def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
         """See `Rule.in_company`."""
-        return not figures.get("entropy_normalized", math.nan) < self.min_entropy
+        return not figures.get("entropy_normalized", math.nan) < self._entropy(signal)
+
+    def _entropy(self, signal: Signal) -> float:
+        return self.crowd_entropy if signal.way == "crowd" else self.min_entropy
 
     def _share(self, signal: Signal) -> float:
-        return {"sudden": self.sudden_share, "drift": self.share, "flat": self.flat_share}[signal.way]
+        return {
+            "sudden": self.sudden_share,
+            "drift": self.share,
+            "crowd": self.crowd_share,
+            "flat": self.flat_share,
+        }[signal.way]
 
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
@@ -189,9 +204,14 @@ class UniformDrift(BaselineRule):
         """See `Rule.limit_text`."""
         if signal.way == "hotter":
             return f"limit: {self.hotter:g} times the baseline"
-        of = {"sudden": "the sample before", "drift": "the baseline", "flat": "the first, in half of a layer,"}
+        of = {
+            "sudden": "the sample before",
+            "drift": "the baseline",
+            "crowd": "the baselines, in half of a layer,",
+            "flat": "the first, in half of a layer,",
+        }
         share = f"{self._share(signal):.0%} of {of[signal.way]}"
-        return f"limit: {share} with normalised entropy above {self.min_entropy:g}"
+        return f"limit: {share} with normalised entropy above {self._entropy(signal):g}"
 
 
 @dataclass(frozen=True)
