@@ -323,3 +323,13 @@ def test_contradicting_or_impossible_numbers(rule, name, wrong):
     with pytest.raises(ValueError, match=rf"Expected `\w+` of `{rule.name}` to be .*, but got .*{wrong}") as caught:
         rule(**{name: wrong})
     assert f"`{name}`" in str(caught.value)
+
+
+def test_an_alarm_begins_when_it_is_told():
+    engine = only(GROWTH, gather=2)
+    told, under = [], []
+    for step, row in enumerate([[16.0, 1.0, 1.0, 1.0], *[[16.0, 16.0, 1.0, 1.0]] * 4]):
+        told += [(step, alert.num_heads) for alert in engine.update(step, {"score_spread": {0: row}})]
+        under.append(engine.counts()["score_growth"])
+    assert told == [(0, 1), (3, 1)]
+    assert under == [1, 1, 1, 2, 2]

@@ -41,7 +41,7 @@ from attnmon.alerts import AlertRules, EntropyRise
 
 STEPS = 20
 SIZE = {"batch": 2, "length": 24}
-RULES = AlertRules(entropy_rise=EntropyRise(share=0.1, leave_share=0.05, min_rise=0.01))
+RULES = AlertRules(entropy_rise=EntropyRise(severity="warn", share=0.1, leave_share=0.05, min_rise=0.01))
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnmon.AttentionSaturationWarning")
 

@@ -48,6 +48,10 @@ class _Wait:
     left: int = 0
     heads: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
+    def places(self) -> set[tuple[int, int]]:
+        """Layer and head of all that wait."""
+        return {(layer, head) for layers in self.heads.values() for layer, heads in layers.items() for head in heads}
+
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         heads = {key: {str(layer): list(row) for layer, row in layers.items()} for key, layers in self.heads.items()}
@@ -182,7 +186,8 @@ selects less.
             after = self._alarmed(rule.name)
             ended = self._of_the_told(rule, ended)
             told = self._gathered(rule, _without(raised, before), figures, after)
-            alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, after)
+            under = self._under_alarm(rule.name)
+            alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, under)
             if alert is not None:
                 self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
                 alerts.append(alert)
@@ -317,7 +322,7 @@ selects less.
         alarmed = self._alarmed(rule.name)
         over = {(layer, head) for one in ended for layer, heads in one.heads.items() for head in heads}
         over = {place for place in over if place[1] not in alarmed.get(place[0], ())}
-        waiting = {(layer, head) for layers in wait.heads.values() for layer, heads in layers.items() for head in heads}
+        waiting = wait.places()
         for layers in wait.heads.values():
             for layer, heads in layers.items():
                 heads[:] = [head for head in heads if (layer, head) not in over]
@@ -340,11 +345,22 @@ selects less.
     # -- what is known ------------------------------------------------------------------------------------------
 
     def alarmed(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """``{rule: {layer: heads}}`` of the heads that are in trouble now; every active rule has an entry."""
+        """``{rule: {layer: heads}}`` of the heads that are in trouble now; every active rule has an entry.
+
+        Heads that wait for a common message are not among them: an alarm begins when it is told.
+        """
         return {
-            rule.name: {layer: tuple(sorted(heads)) for layer, heads in sorted(self._alarmed(rule.name).items())}
+            rule.name: {layer: tuple(sorted(heads)) for layer, heads in sorted(self._under_alarm(rule.name).items())}
             for rule in self.rules.active()
         }
+
+    def _under_alarm(self, rule: str) -> _Starts:
+        waiting = self._waits[rule].places() if rule in self._waits else set()
+        told = {
+            layer: {head: since for head, since in heads.items() if (layer, head) not in waiting}
+            for layer, heads in self._alarmed(rule).items()
+        }
+        return {layer: heads for layer, heads in told.items() if heads}
 
     def _alarmed(self, rule: str) -> _Starts:
         result: _Starts = {}
