@@ -206,10 +206,18 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.losses[0]:.2f} {outcome.losses[-1]:.2f}",
             f"{max(spreads, default=float('nan')):.3g}",
             "none" if first is None else f"{first.rule} at step {first.step}",
-            "" if first is None else ", ".join(f"layer {key}: {len(row)}" for key, row in first.heads.items()),
+            "" if first is None else where(first),
             str(outcome.watched),
         )
     return table
+
+
+def where(alert: Alert) -> str:
+    """How many heads an alert names, and of which layer if it is one."""
+    if len(alert.heads) == 1:
+        ((layer, heads),) = alert.heads.items()
+        return f"{len(heads)} of layer {layer}"
+    return f"{alert.num_heads} of {len(alert.heads)} layers"
 
 
 if __name__ == "__main__":
