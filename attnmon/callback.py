@@ -259,7 +259,7 @@ class AttentionMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to sample, number, warn and log as the unbroken one."""
-        return {"step": self._next_step(), "monitor": self._monitor.state_dict()}
+        return {"step": self._next_step(), "monitor": self._monitor.state_dict(self._held)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
@@ -401,8 +401,7 @@ class AttentionMonitor(pl.Callback):
         """Takes the norm of a sampled step's gradients before they are clipped; an alert has it read."""
         if not (self._monitor.is_open or self._held is not None) or not self._options.alerts:
             return
-        rate = max(filter(None, map(largest_rate, trainer.optimizers)), default=None)
-        self._rates += [] if rate is None else [rate]
+        self._rates += [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
         if isinstance(trainer.strategy.model, FullyShardedDataParallel):  # this process has a part of them
             return
 

@@ -112,12 +112,17 @@ class Monitor:
         self.abort()
         self._model = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs in order to number, warn and log as the unbroken one."""
+    def state_dict(self, held: Snapshot | None = None) -> dict[str, Any]:
+        """What a resumed run needs in order to number, warn and log as the unbroken one.
+
+        Args:
+            held: A sample that `note` has not been called for yet: its alerts belong to the history all the same.
+        """
+        waiting = () if held is None else (*held.alerts, *held.recoveries)
         return {
             "order": list(self._order),
             "rules": None if self._rules is None else self._rules.state_dict(),
-            "history": self._events.state_dict(),
+            "history": [*self._events.state_dict(), *(alert.plain() for alert in waiting)],
             "warned": sorted(self._warned),
             "not_before": self._not_before,
             "pace": self._pace,

@@ -333,3 +333,20 @@ def test_an_alarm_begins_when_it_is_told():
         under.append(engine.counts()["score_growth"])
     assert told == [(0, 1), (3, 1)]
     assert under == [1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("h.0", "model.h.0"), ("model.h.0", "h.0"), ("h.0", "h.0")])
+def test_baselines_fit_a_model_inside_another_module(saved, asked):
+    first, second = only(RISE), only(RISE)
+    shown(first, *[[0.5]] * 3, quantity="entropy_normalized")
+    plain = first.baselines()
+    (layers,) = [entry["layers"] for entry in plain["baselines"]]
+    layers[saved] = layers.pop(next(iter(layers)))
+    layers["1.h.10"] = {}
+    second.take_baselines(plain)
+    told = [
+        alert.step
+        for step in range(3)
+        for alert in second.update(step, {"entropy_normalized": {0: [0.9]}}, layers={0: asked})
+    ]
+    assert len(told) == 1

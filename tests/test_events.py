@@ -75,7 +75,7 @@ class Module(LanguageModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def validation_step(self, batch, batch_idx):

@@ -19,7 +19,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client, TestResponse
 
-from attnmon.alerts import AlertEngine, AlertRules
+from attnmon.alerts import AlertEngine, AlertRules, EntropyRise, ScoreGrowth
 from attnmon.plugin import AttentionLoader
 from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import TabWriter
@@ -85,7 +85,9 @@ def write_run(
 ) -> None:
     """A run's event file, warnings and all."""
     mine = writer or SummaryWriter(folder)
-    tab, rules = TabWriter(mine, prefix), AlertRules()
+    tab = TabWriter(mine, prefix)
+    growth, rise = ScoreGrowth(spread=10.0), EntropyRise(severity="warn")
+    rules = AlertRules(entropy_rise=rise, score_growth=growth, uniform_drift=None, not_measured=None)
     engine = AlertEngine(rules)
     for step in steps:
         sample = snapshot(step, figures(step, seed))

@@ -125,7 +125,7 @@ def test_run_has_layers_levels_and_warnings(tmp_path, board):
     record = found["record"]
     assert record["layers"][2] == {"number": 2, "path": "model.layers.2.attn", "heads": HEADS, "temperature": 8.0}
     assert record["every_n_steps"] == 10
-    assert [(level["quantity"], level["limit"]) for level in record["levels"]] == [("score_spread", 15.0)]
+    assert [(level["quantity"], level["limit"]) for level in record["levels"]] == [("score_spread", 10.0)]
     growth = next(alert for alert in found["warnings"] if alert["rule"] == "score_growth")
     assert (growth["step"], growth["heads"]) == (100, {str(SPREAD[0]): [SPREAD[1]]})
     assert growth["evidence"] == ["score_spread"]
