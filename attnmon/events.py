@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnmon.alerts import Alert, AttentionAlertError, AttentionSaturationWarning
+from attnmon.alerts.base import SEVERITIES
 from attnmon.options import MonitorOptions
 from attnmon.probe import to_device
 from attnmon.snapshot import Snapshot
@@ -22,7 +23,6 @@ from attnmon.snapshot import Snapshot
 __all__ = ["Events", "gradient_norm", "largest_rate"]
 
 _KEPT = 1000  # newest alerts in the history
-_WORST_FIRST = ("critical", "warn", "watch")
 
 Attempt = Callable[[str, Callable[[], object]], None]
 
@@ -156,7 +156,7 @@ def _number(value: object) -> float | None:
 
 
 def _worst_first(alerts: Sequence[Alert]) -> list[Alert]:
-    return sorted(alerts, key=lambda alert: _WORST_FIRST.index(alert.severity))
+    return sorted(alerts, key=lambda alert: -SEVERITIES.index(alert.severity))
 
 
 def _keep(path: Path, step: int, batch: Any, alerts: Sequence[Alert]) -> None:

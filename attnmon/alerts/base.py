@@ -119,7 +119,9 @@ def check(rule: str, name: str, value: object, low: float, high: float, advice: 
         raise ValueError(f"Expected `{name}` of `{rule}` to be a number {span}, but got {value!r}. {advice}")
 
 
-def check_order(rule: str, lesser: str, a: float, greater: str, b: float, reason: str) -> None:
+def check_order(
+    rule: str, lesser: str, a: float, greater: str, b: float, reason: str = "Else every alarm ends at once."
+) -> None:
     """``a < b``, else a ValueError that names both numbers."""
     if not a < b:
         raise ValueError(

@@ -113,11 +113,7 @@ class Baselines:
         """Where a head starts: with what is known of it, else with nothing."""
         layers = self.heads.get((rule, signal), {})
         # Under Lightning a model is an attribute of a module, and its layers' paths are longer by that.
-        same = [
-            name
-            for name in layers
-            if name == path or f".{name}".endswith(f".{path}") or f".{path}".endswith(f".{name}")
-        ]
+        same = [name for name in layers if f".{name}".endswith(f".{path}") or f".{path}".endswith(f".{name}")]
         known = layers[path].get(head) if path in layers else layers[same[0]].get(head) if len(same) == 1 else None
         return HeadMemory() if known is None else replace(known, first=known.baseline, settled=True)
 

@@ -184,9 +184,9 @@ selects less.
                 raised.append(Told(signal, new))
                 ended.append(Told(signal, over))
             after = self._alarmed(rule.name)
-            ended = self._of_the_told(rule, ended)
+            ended = self._of_the_told(rule, ended, after)
             told = self._gathered(rule, _without(raised, before), figures, after)
-            under = self._under_alarm(rule.name)
+            under = self._told_of(rule.name, after)
             alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, under)
             if alert is not None:
                 self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
@@ -314,12 +314,11 @@ selects less.
             wait.left = wait.length
         return result
 
-    def _of_the_told(self, rule: Rule, ended: list[Told]) -> list[Told]:
+    def _of_the_told(self, rule: Rule, ended: list[Told], alarmed: _Starts) -> list[Told]:
         """Without heads whose alarm was never told, of which nothing is told any more."""
         wait = self._waits.get(rule.name)
         if wait is None:
             return ended
-        alarmed = self._alarmed(rule.name)
         over = {(layer, head) for one in ended for layer, heads in one.heads.items() for head in heads}
         over = {place for place in over if place[1] not in alarmed.get(place[0], ())}
         waiting = wait.places()
@@ -349,16 +348,18 @@ selects less.
 
         Heads that wait for a common message are not among them: an alarm begins when it is told.
         """
+        told = {rule.name: self._told_of(rule.name, self._alarmed(rule.name)) for rule in self.rules.active()}
         return {
-            rule.name: {layer: tuple(sorted(heads)) for layer, heads in sorted(self._under_alarm(rule.name).items())}
-            for rule in self.rules.active()
+            rule: {layer: tuple(sorted(heads)) for layer, heads in sorted(layers.items())}
+            for rule, layers in told.items()
         }
 
-    def _under_alarm(self, rule: str) -> _Starts:
+    def _told_of(self, rule: str, alarmed: _Starts) -> _Starts:
+        """Those of the heads under alarm that do not wait."""
         waiting = self._waits[rule].places() if rule in self._waits else set()
         told = {
             layer: {head: since for head, since in heads.items() if (layer, head) not in waiting}
-            for layer, heads in self._alarmed(rule).items()
+            for layer, heads in alarmed.items()
         }
         return {layer: heads for layer, heads in told.items() if heads}
 

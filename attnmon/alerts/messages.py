@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from attnmon.alerts.base import HeadMemory, Rule, Signal
 from attnmon.alerts.text import Alert, Evidence, describe_heads, figures_text
@@ -60,19 +61,8 @@ def raised_alert(
         f"{f'for {samples} samples, since step {since}' if samples > 1 else f'at step {step}'}"
         f"{f' ({under} heads under this alarm now)' if under > new else ''}; {rule.meaning}."
     )
-    return Alert(
-        step=step,
-        rule=rule.name,
-        title=rule.title,
-        severity=rule.severity,
-        heads=places,
-        layers={layer: layers[layer] for layer in places if layer in layers},
-        since=since,
-        samples=samples,
-        evidence=evidence,
-        summary=summary,
-        remedy=rule.remedy,
-        tag=f"{prefix}/warnings/{rule.name}",
+    return _alert(
+        rule, step, evidence, layers, prefix, since=since, samples=samples, summary=summary, remedy=rule.remedy
     )
 
 
@@ -98,6 +88,14 @@ def recovered_alert(
         f"{' and '.join(figures_text(part, gone) for part in evidence)} "
         f"{f'for {patience} samples' if patience > 1 else f'at step {step}'}."
     )
+    return _alert(rule, step, evidence, layers, prefix, since=since, samples=patience, summary=summary, ended=True)
+
+
+def _alert(
+    rule: Rule, step: int, evidence: tuple[Evidence, ...], layers: Mapping[int, str], prefix: str, **told: Any
+) -> Alert:
+    """An alert with what is the same whether its heads enter or leave."""
+    places = _union(evidence)
     return Alert(
         step=step,
         rule=rule.name,
@@ -105,17 +103,13 @@ def recovered_alert(
         severity=rule.severity,
         heads=places,
         layers={layer: layers[layer] for layer in places if layer in layers},
-        since=since,
-        samples=patience,
         evidence=evidence,
-        summary=summary,
-        remedy="",
         tag=f"{prefix}/warnings/{rule.name}",
-        ended=True,
+        **{"remedy": "", **told},
     )
 
 
-def _union(told: Sequence[Told]) -> dict[int, tuple[int, ...]]:
+def _union(told: Sequence[Told] | Sequence[Evidence]) -> dict[int, tuple[int, ...]]:
     places: dict[int, set[int]] = {}
     for one in told:
         for layer, heads in one.heads.items():

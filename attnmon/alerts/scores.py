@@ -22,8 +22,6 @@ from attnmon.alerts.base import (
 
 __all__ = ["EntropyCollapse", "JacobianBound", "ScoreGrowth", "SharpTemperature"]
 
-_ENDS = "Else every alarm ends at once."
-
 # Of the score spread: a first figure that only a trained head, or one with normalised queries and keys, has; a level
 # at which a head selects; the unrest below which it is calm. Heads that learn from scratch grow as fast as failing
 # ones, but from nothing and restlessly.
@@ -65,7 +63,7 @@ class EntropyCollapse(BaselineRule):
         for name in ("level", "leave", "share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "Normalised entropy runs from 0 to 1.")
         check(self.name, "min_spread", self.min_spread, -1e-300, math.inf, "0 asks for no second signal.")
-        check_order(self.name, "level", self.level, "leave", self.leave, _ENDS)
+        check_order(self.name, "level", self.level, "leave", self.leave)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -149,8 +147,8 @@ class ScoreGrowth(BaselineRule):
         for name in ("jump", "slope"):
             check(self.name, name, getattr(self, name), 1.0, math.inf, "It is a factor on the head's own baseline.")
         check_whole(self.name, "slope_wait", self.slope_wait, 0, "It is a number of samples.")
-        check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread, _ENDS)
-        check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest, _ENDS)
+        check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread)
+        check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -236,7 +234,7 @@ class SharpTemperature(BaselineRule):
             check(self.name, name, getattr(self, name), 0.0, math.inf, "It is an absolute temperature, 1/scale.")
         check(self.name, "cut", self.cut, 0.0, 1.0, "0.5 means half of the former temperature.")
         check(self.name, "min_spread", self.min_spread, -1e-300, math.inf, "0 asks for no second signal.")
-        check_order(self.name, "level", self.level, "leave", self.leave, _ENDS)
+        check_order(self.name, "level", self.level, "leave", self.leave)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -291,7 +289,7 @@ class JacobianBound(Rule):
         super().__post_init__()
         for name in ("share", "leave"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "It is a share of the bound 1/(2T).")
-        check_order(self.name, "leave", self.leave, "share", self.share, _ENDS)
+        check_order(self.name, "leave", self.leave, "share", self.share)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""

@@ -25,8 +25,6 @@ _SELECTIVITY = (
     "more heads (narrower ones), or a length-aware or sparse normaliser (Scalable-Softmax, sparsemax, alpha-entmax); "
     "a shorter context; not a sharper temperature, which raises gradients without gaining separability"
 )
-_ENDS = "Else every alarm ends at once."
-
 # When a head's score spread has settled, see `UniformDrift`.
 _GROWN = 1.5
 _TRAINED = 0.4
@@ -68,7 +66,7 @@ class EntropyRise(BaselineRule):
         super().__post_init__()
         for name in ("share", "leave_share", "min_rise"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "0.4 means 40 % of the way to uniform attention.")
-        check_order(self.name, "leave_share", self.leave_share, "share", self.share, _ENDS)
+        check_order(self.name, "leave_share", self.leave_share, "share", self.share)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -149,7 +147,7 @@ class UniformDrift(BaselineRule):
         check(self.name, "hotter", self.hotter, 1.0, math.inf, "3 means three times the temperature.")
         check_whole(self.name, "flat_patience", self.flat_patience, 1, "It is a number of samples.")
         for name in ("share", "sudden_share", "crowd_share", "flat_share"):
-            check_order(self.name, name, getattr(self, name), "leave_share", self.leave_share, _ENDS)
+            check_order(self.name, name, getattr(self, name), "leave_share", self.leave_share)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -253,7 +251,7 @@ class SeparabilityLoss(BaselineRule):
         check_order(
             self.name, "min_entropy", self.min_entropy, "max_entropy", self.max_entropy, "Else nothing is learned."
         )
-        check_order(self.name, "leave_share", self.leave_share, "share", self.share, _ENDS)
+        check_order(self.name, "leave_share", self.leave_share, "share", self.share)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -315,7 +313,7 @@ class ActiveSet(Rule):
         super().__post_init__()
         for name in ("level", "leave"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "It is a share of the context; the paper's is 0.06.")
-        check_order(self.name, "leave", self.leave, "level", self.level, _ENDS)
+        check_order(self.name, "leave", self.leave, "level", self.level)
         check_whole(self.name, "wait", self.wait, 0, "0 judges from the first sample, as suits fine-tuning.")
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
