@@ -59,6 +59,8 @@ class Setup:
         pretrained: Steps on the same text before the run begins, at ``pretrained_rate``.
         pretrained_rate: Peak learning rate of these.
         other_text: The run itself is on the other text.
+        task: What the sequences are: a text, or random symbols of which some are to be had from others at exact places,
+            which healthy heads learn to single out; see `_alert_tasks`.
     """
 
     layers: int = 2
@@ -80,6 +82,7 @@ class Setup:
     pretrained: int = 0
     pretrained_rate: float = 3e-3
     other_text: bool = False
+    task: Literal["text", "periodic", "copy", "reverse", "sum"] = "text"
 
 
 @dataclass(frozen=True)
@@ -351,6 +354,36 @@ def _more() -> list[Family]:
     ]
 
 
+_PERIODIC = Setup(context=48, positions="rotary", task="periodic", steps=400)
+_COPY = replace(_PERIODIC, task="copy")
+_COPY_LEARNED = replace(_COPY, positions="learned")
+
+
+def _exact() -> list[Family]:
+    """Tasks that healthy heads solve by looking at one key and no other."""
+    controls = {
+        "periodic": _PERIODIC,
+        "periodic_narrow": replace(_PERIODIC, width=32),
+        "periodic_post_norm": replace(_PERIODIC, positions="learned", norm="post", warmup=60, rate=2e-3),
+        "copy": _COPY,
+        "copy_half_rate": replace(_COPY, rate=1.5e-3),
+        "copy_three_layers": replace(_COPY, layers=3, rate=2e-3),
+        "copy_learned": _COPY_LEARNED,
+    }
+    planted = [
+        ("rate_from_start_copy", "collapse", _COPY, Plant("rate", 0, 30.0)),
+        ("rate_jump_copy", "collapse", _COPY_LEARNED, Plant("rate", 252, 50.0)),
+        ("growth_layer_periodic", "growth", _PERIODIC, Plant("query_key_growth", 252, 1.012, (1,))),
+        ("sharp_head_periodic", "sharp", _PERIODIC, Plant("temperature", 252, 1 / 30, (1,), (0,))),
+        ("hot_layer_copy", "uniform", _COPY, Plant("temperature", 302, 30.0, (0,))),
+        ("inf_head_periodic", "nonfinite", _PERIODIC, Plant("inf", 252, layers=(1,), heads=(3,), hidden=True)),
+    ]
+    return [
+        *(Family(name, CONTROL, setup) for name, setup in controls.items()),
+        *(Family(*one) for one in planted),
+    ]
+
+
 _POST_SIX = Setup(layers=6, width=48, norm="post", dropout=0.1, warmup=100, rate=1e-3)
 _RMS_POST = Setup(layers=3, norm="post", query_key_norm="rms", positions="rotary", warmup=60, rate=2e-3)
 _GPT2_WIDE = Setup(layers=3, heads=6, width=96, gpt2=True, dropout=0.1, rate=2e-3, cosine=True)
@@ -360,6 +393,12 @@ _TUNED_GPT2 = Setup(gpt2=True, pretrained=300, rate=1e-3, warmup=10, steps=200)
 _EVERY_20 = Setup(layers=3, dropout=0.1, every=20, steps=700)
 _TRAIN_ROTARY = Setup(layers=4, width=48, positions="rotary", source="train", dropout=0.1)
 _FIVE = Setup(layers=5, warmup=40, rate=2e-3)
+_REVERSE = Setup(context=48, task="reverse", steps=400)
+_REVERSE_WIDE = Setup(context=48, heads=8, width=128, rate=2e-3, task="reverse", steps=300)
+_SUM = Setup(context=32, task="sum", steps=400)
+_PERIODIC_GPT2 = Setup(gpt2=True, context=48, dropout=0.1, task="periodic", steps=400)
+_COPY_EVERY_20 = Setup(context=64, positions="rotary", task="copy", every=20, steps=700)
+_COPY_WIDE = Setup(context=48, heads=8, width=128, positions="rotary", rate=2e-3, task="copy", steps=300)
 
 
 def _unseen() -> list[Family]:
@@ -381,6 +420,13 @@ def _unseen() -> list[Family]:
         "long_gpt2": replace(_GPT2, steps=1200, every=10, cosine=True),
         "tune_gpt2_other": replace(_TUNED_GPT2, other_text=True),
         "tune_gpt2_fast": replace(_TUNED_GPT2, rate=2e-3),
+        "reverse": _REVERSE,
+        "reverse_wide": _REVERSE_WIDE,
+        "sum": _SUM,
+        "periodic_gpt2": _PERIODIC_GPT2,
+        "periodic_96": Setup(context=96, batch=4, positions="rotary", task="periodic", steps=400),
+        "copy_every_20": _COPY_EVERY_20,
+        "copy_wide": _COPY_WIDE,
     }
     planted = [
         ("rate_from_start_wide", "collapse", _ROTARY_WIDE, Plant("rate", 0, 30.0)),
@@ -410,6 +456,12 @@ def _unseen() -> list[Family]:
         ("inf_head_five", "nonfinite", _FIVE, Plant("inf", 81, layers=(2,), heads=(3,), hidden=True)),
         ("nan_layer_post_six", "nonfinite", _POST_SIX, Plant("nan", 121, layers=(3,), hidden=True)),
         ("nan_in_loss_wide", "nonfinite", _ROTARY_WIDE, Plant("nan", 131, layers=(1,), heads=(5,))),
+        ("rate_from_start_reverse", "collapse", _REVERSE, Plant("rate", 0, 30.0)),
+        ("rate_jump_sum", "collapse", _SUM, Plant("rate", 281, 40.0)),
+        ("growth_head_copy_every_20", "growth", _COPY_EVERY_20, Plant("query_key_growth", 410, 1.01, (1,), (2,))),
+        ("hot_periodic_gpt2", "uniform", _PERIODIC_GPT2, Plant("query_key_size", 301, 0.2)),
+        ("sharp_layer_reverse_wide", "sharp", _REVERSE_WIDE, Plant("temperature", 221, 1 / 30, (1,))),
+        ("nan_head_copy_wide", "nonfinite", _COPY_WIDE, Plant("nan", 201, layers=(0,), heads=(5,), hidden=True)),
         ("fp16_head_every_20", "nonfinite", _EVERY_20, Plant("fp16", 210, 1.2, layers=(0,), heads=(1,), hidden=True)),
     ]
     return [
@@ -429,7 +481,7 @@ def _unseen() -> list[Family]:
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in [*_controls(), *_planted(), *_more(), *_unseen()]}
+    {family.name: family for family in [*_controls(), *_planted(), *_more(), *_exact(), *_unseen()]}
 )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from _alert_families import Family, Plant, Setup
 from _alert_model import logits, make_model, reshape_attention
+from _alert_tasks import make_sequences
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -28,6 +29,7 @@ __all__ = ["Run", "load", "path_of", "save", "train"]
 
 QUANTITIES = tuple(dict.fromkeys((*ALERT_QUANTITIES, "entropy", "first_key_weight", "separability@10", "jacobian@1.0")))
 _HELD_OUT = 0.1
+_PROBE_SEED = 2_000_000
 _AFTER_NAN = 4  # samples more once the loss is lost
 
 Array = NDArray[np.float64]
@@ -110,15 +112,17 @@ def load(path: Path) -> Run:
 
 
 class Batches:
-    """Random pieces of a text, the same ones for a run and its twin.
+    """Random pieces of a text, or sequences of a task, the same ones for a run and its twin.
 
     Args:
         text: Its bytes.
         batch: Pieces at a time.
         seed: Of their places.
+        task: See `Setup`.
     """
 
-    def __init__(self, text: bytes, batch: int, seed: int) -> None:
+    def __init__(self, text: bytes, batch: int, seed: int, task: str = "text") -> None:
+        self.task = task
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         border = int(len(data) * (1 - _HELD_OUT))
         self.data, self.held_out, self.batch = data[:border], data[border:], batch
@@ -126,12 +130,16 @@ class Batches:
 
     def next(self, length: int) -> Tensor:
         """``(batch, length + 1)``: inputs and, one further, what is to be predicted."""
+        if self.task != "text":
+            return make_sequences(self.task, self.batch, length + 1, self.generator)
         places = torch.rand(self.batch, generator=self.generator)  # so that other lengths draw alike
         starts = (places * (len(self.data) - length - 1)).long()
         return torch.stack([self.data[start : start + length + 1] for start in starts.tolist()])
 
     def probe(self, length: int) -> Tensor:
         """Four pieces that are never trained on."""
+        if self.task != "text":
+            return make_sequences(self.task, 4, length, torch.Generator().manual_seed(_PROBE_SEED))
         starts = torch.linspace(0, len(self.held_out) - length, 4).long()
         return torch.stack([self.held_out[start : start + length] for start in starts.tolist()])
 
@@ -163,7 +171,7 @@ def _train(family: Family, seed: int, texts: Mapping[str, bytes], text: str, fol
         pretrain(net, setup, seed, texts[text], folder / f"pretrained-{text}-{seed}-{_sizes(setup)}.pt")
         torch.manual_seed(seed)
     own = next(other for name, other in texts.items() if name != text) if setup.other_text else texts[text]
-    batches = Batches(own, setup.batch, seed)
+    batches = Batches(own, setup.batch, seed, setup.task)
     optimizer = make_optimizer(net, setup.rate)
     length, after = setup.context, _AFTER_NAN * setup.every
     probe = batches.probe(length)
@@ -254,7 +262,7 @@ def pretrain(net: nn.Module, setup: Setup, seed: int, text: bytes, path: Path) -
     if path.is_file():
         net.load_state_dict(torch.load(path, weights_only=True))
         return
-    batches = Batches(text, setup.batch, seed + 1_000_000)  # other batches than the run itself
+    batches = Batches(text, setup.batch, seed + 1_000_000, setup.task)  # other batches than the run itself
     optimizer = make_optimizer(net, setup.pretrained_rate)
     net.train()
     for step in range(setup.pretrained):

@@ -120,6 +120,8 @@ def make_tasks(
             for family in families:
                 if family.setup.other_text and len(texts) < 2:
                     continue
+                if family.setup.task != "text" and text != texts[0]:  # it would be the same run
+                    continue
                 if seed in score_seeds:
                     tasks.append(Task(family, "unseen" if family.unseen else "score", seed, text))
                 elif not family.unseen:

@@ -9,7 +9,7 @@ levels are used only where no healthy head comes near.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +17,10 @@ __all__ = [
     "JACOBIAN_SHARE",
     "NON_FINITE_ROWS",
     "NOT_MEASURED",
+    "OF_A_CHANGE",
+    "SETTLED",
     "SEVERITIES",
+    "SLACKENING",
     "TEMPERATURE",
     "BaselineRule",
     "Change",
@@ -28,6 +31,7 @@ __all__ = [
     "check",
     "check_order",
     "check_whole",
+    "former_temperature",
     "if_present",
     "is_beyond",
 ]
@@ -39,8 +43,13 @@ TEMPERATURE = "temperature"
 NON_FINITE_ROWS = "nonfinite_rows"
 NOT_MEASURED = "not_measured"
 JACOBIAN_SHARE = "jacobian_share"
+SLACKENING = "slackening"  # this and the next: see `attnmon.alerts.growth.Growth`
+SETTLED = "settled"
 
 _UNREST_RATE = 0.2
+
+# Beginnings of remedies that more than one rule has.
+OF_A_CHANGE = "it came at once, so look at what was changed since the sample before: learning rate"
 
 Change = Literal["", "raised", "ended"]
 
@@ -111,11 +120,27 @@ class HeadMemory:
     quiet: int = 0
 
 
-def check(rule: str, name: str, value: object, low: float, high: float, advice: str) -> None:
-    """``low < value < high``, a finite number."""
+def check(
+    rule: str,
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    advice: str,
+    *,
+    closed: Literal["", "low", "both"] = "",
+) -> None:
+    """``low < value < high``, a finite number; ``closed`` names the ends that are allowed themselves."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low < float(value) < high:  # type: ignore[arg-type]
-        span = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g} (both excluded)"
+    number = float(value) if ok else math.nan  # type: ignore[arg-type]
+    above = low <= number if closed else low < number
+    below = number <= high if closed == "both" else number < high
+    if not (above and below):
+        if math.isinf(high):
+            span = f"of at least {low:g}" if closed else f"above {low:g}"
+        else:
+            ends = {"": "both excluded", "low": f"{high:g} excluded", "both": "both included"}[closed]
+            span = f"between {low:g} and {high:g} ({ends})"
         raise ValueError(f"Expected `{name}` of `{rule}` to be a number {span}, but got {value!r}. {advice}")
 
 
@@ -159,6 +184,7 @@ class Rule:
     remedy: ClassVar[str]
     counts_scatter: ClassVar[bool] = True
     at_the_limit: ClassVar[bool] = True  # whether a figure at a level itself counts
+    spreads: ClassVar[bool] = False  # whether trouble in a head reaches every layer behind it
 
     def __post_init__(self) -> None:
         if self.patience is not None and (
@@ -172,7 +198,7 @@ class Rule:
             raise ValueError(
                 f"Expected `severity` of `{self.name}` to be one of {', '.join(SEVERITIES)}, but got {self.severity!r}."
             )
-        check(self.name, "sigmas", self.sigmas, -1e-300, math.inf, "0 ignores the standard errors.")
+        check(self.name, "sigmas", self.sigmas, 0.0, math.inf, "0 ignores the standard errors.", closed="low")
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """Which of the measured quantities this rule watches."""
@@ -201,6 +227,10 @@ class Rule:
     def limit_text(self, signal: Signal) -> str:
         """The limit in words, for the message."""
         raise NotImplementedError
+
+    def remedy_of(self, told: Mapping[Signal, Sequence[HeadMemory]]) -> str:
+        """What to try about heads that these signals found, with what is remembered of them."""
+        return self.remedy
 
 
 @dataclass(frozen=True)
@@ -231,6 +261,14 @@ def if_present(quantities: Iterable[str], *signals: Signal) -> tuple[Signal, ...
     """Those of ``signals`` whose quantity was measured."""
     present = set(quantities)
     return tuple(signal for signal in signals if signal.quantity in present)
+
+
+def former_temperature(known: Iterable[float | None]) -> str:
+    """The remedy for a temperature that was changed: what heads had before, as T and as the scale 1/T."""
+    found = sorted({float(f"{baseline:.3g}") for baseline in known if baseline})
+    span = f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
+    scale = f"{1 / found[-1]:.3g}" if len(found) == 1 else f"{1 / found[-1]:.3g} to {1 / found[0]:.3g}"
+    return f"the former temperature, T = {span} (a scale of {scale})"
 
 
 def is_beyond(rule: Rule, signal: Signal, memory: HeadMemory, value: float, error: float) -> bool:

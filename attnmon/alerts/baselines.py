@@ -14,7 +14,7 @@ __all__ = ["Baselines"]
 _VERSION = 1
 _FIELDS = ("seen", "baseline", "baseline_error", "scatter", "unrest", "last")
 
-_Memories = Mapping[tuple[str, str], Mapping[int, Mapping[int, HeadMemory]]]
+_Memories = Mapping[str, Mapping[str, Mapping[int, Mapping[int, HeadMemory]]]]
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,23 @@ class Baselines:
         """What an engine has learned.
 
         Args:
-            memory: Of the engine.
+            memory: Of the engine: rule -> signal -> layer -> head.
             paths: Of its layers.
 
         Raises:
             ValueError: No layer has a path, or nothing has been learned yet.
         """
         found: dict[tuple[str, str], dict[str, dict[int, HeadMemory]]] = {}
-        for key, layers in memory.items():
-            for layer, heads in layers.items():
-                learned = {head: _calm(one) for head, one in heads.items() if one.baseline is not None}
-                if learned and layer in paths:
-                    found.setdefault(key, {})[paths[layer]] = learned
+        for rule, signals in memory.items():
+            for signal, layers in signals.items():
+                for layer, heads in layers.items():
+                    learned = {head: _calm(one) for head, one in heads.items() if one.baseline is not None}
+                    if learned and layer in paths:
+                        found.setdefault((rule, signal), {})[paths[layer]] = learned
         if not found:
             raise ValueError(
-                "Expected baselines to have been learned, but no head of a layer with a known path has been sampled "
-                "yet. Save them after the first sampled step of a run with rules."
+                "Expected baselines to have been learned, but got none: no head of a layer with a known path has been "
+                "sampled yet, or all of them only under a warning. Save them once some heads were sampled without."
             )
         return cls(found)
 

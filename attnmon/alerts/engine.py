@@ -3,68 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from attnmon.alerts.base import (
-    JACOBIAN_SHARE,
-    NON_FINITE_ROWS,
-    NOT_MEASURED,
-    TEMPERATURE,
-    HeadMemory,
-    Rule,
-    Signal,
-    advance,
-    is_beyond,
-)
+from attnmon.alerts.base import SETTLED, SLACKENING, HeadMemory, Rule, Signal, advance, is_beyond
 from attnmon.alerts.baselines import Baselines
+from attnmon.alerts.gathering import Gathering, Starts
+from attnmon.alerts.growth import Growth
 from attnmon.alerts.messages import Told, raised_alert, recovered_alert
 from attnmon.alerts.rules import AlertRules
+from attnmon.alerts.sample import Figures, Sample, take_sample
 from attnmon.alerts.text import Alert
 
 __all__ = ["AlertEngine"]
 
-_VERSION = 2
-_COMPANY = ("entropy_normalized", "score_spread")  # figures that rules consult beside their own
-_LONGEST_WAIT = 64  # samples
+_VERSION = 3
 _FRESH = asdict(HeadMemory())
-_Figures = Mapping[str, Mapping[int, Sequence[float]]]
-_Starts = dict[int, dict[int, int]]  # layer -> head -> step at which its alarm was raised
+_QUIET = "watch"
+_Place = tuple[int, int]  # layer and head
 _Found = dict[int, dict[int, tuple[float, HeadMemory]]]
-
-
-@dataclass
-class _Wait:
-    """What is held back of a rule after its last message.
-
-    Attributes:
-        length: Samples that were to be waited for.
-        left: How many of these are to come.
-        heads: Signal -> layer -> heads that have entered meanwhile.
-    """
-
-    length: int = 0
-    left: int = 0
-    heads: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-
-    def places(self) -> set[tuple[int, int]]:
-        """Layer and head of all that wait."""
-        return {(layer, head) for layers in self.heads.values() for layer, heads in layers.items() for head in heads}
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        heads = {key: {str(layer): list(row) for layer, row in layers.items()} for key, layers in self.heads.items()}
-        return {"length": self.length, "left": self.left, "heads": heads}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> _Wait:
-        """The reverse of `plain`."""
-        heads = {
-            str(key): {int(layer): list(map(int, row)) for layer, row in layers.items()}
-            for key, layers in plain["heads"].items()
-        }
-        return cls(int(plain["length"]), int(plain["left"]), heads)
 
 
 class AlertEngine:
@@ -102,7 +60,7 @@ limit: 10% of the sample before with normalised entropy above 0.95) at step 100;
 apart, so the head averages all it sees.
         entropy rising in head 1 of layer 3 (h.3.attn): normalised entropy 0.99 against a baseline of 0.50 (+98%, \
 limit: 40% of the way from the baseline to 1) for 2 samples, since step 100; attention spreads toward uniform and \
-selects less.
+selects less. Also under alarm there: uniform_drift since step 100.
         >>> engine.alarmed()["uniform_drift"]
         {3: (1,)}
     """
@@ -123,11 +81,11 @@ selects less.
         self.rules = rules if rules is not None else AlertRules()
         self.patience = patience
         self.prefix = prefix
-        self.gather = gather
         self.recoveries: list[Alert] = []
-        self._memory: dict[tuple[str, str], dict[int, dict[int, HeadMemory]]] = {}
+        self._gathering = Gathering(gather)
+        self._memory: dict[str, dict[str, dict[int, dict[int, HeadMemory]]]] = {}  # rule, signal, layer, head
+        self._growth: dict[int, dict[int, Growth]] = {}
         self._raised: dict[str, int] = {}
-        self._waits: dict[str, _Wait] = {}
         self._heads: dict[int, int] = {}  # number of heads of each layer that was ever measured
         self._paths: dict[int, str] = {}
         self._given: Baselines | None = None
@@ -135,9 +93,9 @@ selects less.
     def update(
         self,
         step: int,
-        values: _Figures,
+        values: Figures,
         *,
-        errors: _Figures | None = None,
+        errors: Figures | None = None,
         layers: Mapping[int, str] | None = None,
         temperatures: Mapping[int, float] | None = None,
         nonfinite: Mapping[int, Sequence[int]] | None = None,
@@ -147,7 +105,8 @@ selects less.
         Args:
             step: Optimizer step of the sample.
             values: ``values[quantity][layer]``, one figure per head; NaN = not measured. See `ALERT_QUANTITIES`.
-            errors: Standard errors of the same shape; what is absent or NaN counts as 0.
+            errors: Standard errors of the same shape; what is absent counts as 0. NaN beside a figure: it is from a
+                single row, and counts for no rule that asks for more than noise.
             layers: Module paths, for the messages.
             temperatures: The model's own absolute softmax temperature ``1/scale`` of each layer.
             nonfinite: Rows with NaN or infinite scores in this sample, per layer and head.
@@ -157,189 +116,129 @@ selects less.
             `recoveries`.
         """
         self._paths.update(layers or {})
-        figures = self._figures(values, temperatures or {}, nonfinite or {})
-        beside = {
-            layer: [
-                {
-                    name: float(figures[name][layer][head])
-                    for name in _COMPANY
-                    if layer in figures.get(name, ()) and head < len(figures[name][layer])
-                }
-                for head in range(count)
-            ]
-            for layer, count in self._heads.items()
-        }
-        known_errors = dict(errors or {})
-        if JACOBIAN_SHARE in figures:
-            known_errors[JACOBIAN_SHARE] = _shares(known_errors.get("jacobian@1.0", {}), temperatures or {})
-        alerts: list[Alert] = []
+        for table in (*values.values(), nonfinite or {}):
+            for layer, row in table.items():
+                self._heads[layer] = max(self._heads.get(layer, 0), len(row))
+        sample = take_sample(step, values, errors or {}, temperatures or {}, nonfinite or {}, self._heads)
+        self._grow(sample)
+        watched = {rule: rule.signals(sample.figures) for rule in self.rules.active()}
+        beyond = {rule: {signal: self._beyond(rule, signal, sample) for signal in watched[rule]} for rule in watched}
+        before: dict[str, Starts] = {rule.name: self._alarmed(rule.name) for rule in watched}
+        # What a head shows while another rule warns of it is no reference: it is not what the head was, nor will be.
+        troubled: set[_Place] = set()
+        for rule in watched:
+            if rule.severity != _QUIET:
+                troubled.update(_places(before[rule.name]), *map(_places, beyond[rule].values()))
+        news: list[tuple[Rule, list[Told]]] = []
         self.recoveries = []
-        for rule in self.rules.active():
-            before = self._alarmed(rule.name)
+        for rule, signals in watched.items():
             raised: list[Told] = []
             ended: list[Told] = []
-            for signal in rule.signals(figures):
-                own_errors = known_errors.get(signal.quantity, {})
-                new, over = self._watch(rule, signal, step, figures[signal.quantity], own_errors, beside, before)
-                raised.append(Told(signal, new))
-                ended.append(Told(signal, over))
+            for signal in signals:
+                found = self._watch(rule, signal, sample, beyond[rule][signal], troubled, before[rule.name])
+                raised.append(Told(signal, found[0]))
+                ended.append(Told(signal, found[1]))
             after = self._alarmed(rule.name)
-            ended = self._of_the_told(rule, ended, after)
-            told = self._gathered(rule, _without(raised, before), figures, after)
-            under = self._told_of(rule.name, after)
-            alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, under)
-            if alert is not None:
-                self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
-                alerts.append(alert)
+            memories = self._memory.get(rule.name, {})
+            ended = self._gathering.leaving(rule, ended, after)
+            new = _without(raised, before[rule.name])
+            news.append((rule, self._gathering.entering(rule, new, sample.figures, after, memories)))
             recovery = recovered_alert(
                 rule, step, _without(ended, after), self._heads, self._paths, self.prefix, self.patience
             )
             if recovery is not None:
                 self.recoveries.append(recovery)
+        alerts = []
+        under = self._under()
+        loud = {rule.name: under[rule.name] for rule in watched if rule.severity != _QUIET}
+        for rule, told in news:
+            alert = raised_alert(rule, step, told, self._heads, self._paths, self.prefix, under[rule.name], others=loud)
+            if alert is not None:
+                self._raised[rule.name] = self._raised.get(rule.name, 0) + 1
+                alerts.append(alert)
         return alerts
 
-    def _figures(
-        self, values: _Figures, temperatures: Mapping[int, float], nonfinite: Mapping[int, Sequence[int]]
-    ) -> dict[str, Mapping[int, Sequence[float]]]:
-        """The sample's values, and beside them what is none of its quantities."""
-        for layers in (*values.values(), nonfinite):
-            for layer, row in layers.items():
-                self._heads[layer] = max(self._heads.get(layer, 0), len(row))
-        figures: dict[str, Mapping[int, Sequence[float]]] = dict(values)
-        if temperatures:
-            figures[TEMPERATURE] = {
-                layer: [temperature] * max(1, self._heads.get(layer, 0)) for layer, temperature in temperatures.items()
+    def _grow(self, sample: Sample) -> None:
+        """Show the scores of every head to its `Growth`, and what that says to the rules."""
+        errors = sample.errors.get("score_spread", {})
+        for layer, row in sample.figures.get("score_spread", {}).items():
+            heads = self._growth.setdefault(layer, {})
+            for head, spread in enumerate(row):
+                if head not in heads:
+                    heads[head] = Growth(self._fresh("score_growth", "score_spread:jump", layer, head).first)
+                if not _single(errors, layer, head):
+                    heads[head].update(sample.step, spread)
+                sample.company[layer][head][SLACKENING] = heads[head].slackening
+                sample.company[layer][head][SETTLED] = float(heads[head].settled)
+
+    def _beyond(self, rule: Rule, signal: Signal, sample: Sample) -> dict[int, set[int]]:
+        """The heads that lie beyond the limit of one signal of one rule: layer -> heads."""
+        memories = self._memory.setdefault(rule.name, {}).setdefault(signal.key, {})
+        errors = sample.errors.get(signal.quantity, {})
+        result = {}
+        for layer, row in sample.figures[signal.quantity].items():
+            own = memories.setdefault(layer, {})
+            for head in range(len(row)):
+                if head not in own:
+                    own[head] = (
+                        HeadMemory() if signal.learning is None else self._fresh(rule.name, signal.key, layer, head)
+                    )
+            result[layer] = {
+                head
+                for head, figure in enumerate(row)
+                if not (rule.sigmas and _single(errors, layer, head))
+                and is_beyond(rule, signal, own[head], figure, _error(errors, layer, head))
+                and rule.in_company(signal, sample.beside(layer, head))
             }
-        if nonfinite:
-            figures[NON_FINITE_ROWS] = nonfinite
-        if "jacobian@1.0" in values and temperatures:
-            figures[JACOBIAN_SHARE] = _shares(values["jacobian@1.0"], temperatures)
-        tables = [*values.values()]
-
-        def missing(layer: int, head: int) -> float:
-            if any(layer in table and math.isfinite(_at(table[layer], head)) for table in tables):
-                return 0.0
-            return math.nan if _at(nonfinite.get(layer, ()), head) > 0 else 1.0  # NonFinite has told of that
-
-        figures[NOT_MEASURED] = {
-            layer: [missing(layer, head) for head in range(count)] for layer, count in self._heads.items()
-        }
-        return figures
+            if signal.crowd and len(result[layer]) < max(2.0, signal.crowd * len(row)):
+                result[layer] = set()
+        return result
 
     def _watch(
         self,
         rule: Rule,
         signal: Signal,
-        step: int,
-        figures: Mapping[int, Sequence[float]],
-        errors: Mapping[int, Sequence[float]],
-        beside: Mapping[int, Sequence[Mapping[str, float]]],
-        before: _Starts,
+        sample: Sample,
+        beyond: Mapping[int, Collection[int]],
+        troubled: Collection[_Place],
+        before: Starts,
     ) -> tuple[_Found, _Found]:
         """Step one signal of one rule over all heads: figure and memory of those that enter, and that leave.
 
-        ``beside`` are the figures that rules consult beside their own, ``before`` the heads under the rule's alarm.
+        ``troubled`` are heads that some rule warns of, ``before`` those under this rule's alarm.
         """
-        memories = self._memory.setdefault((rule.name, signal.key), {})
+        memories = self._memory[rule.name][signal.key]
+        errors = sample.errors.get(signal.quantity, {})
         raised: _Found = {}
         ended: _Found = {}
-        for layer, row in figures.items():
-            own = memories.setdefault(layer, {})
-            for head in range(len(row)):
-                if head not in own:
-                    own[head] = self._fresh(rule, signal, layer, head)
-            company = beside.get(layer, ())
-            own_errors = [error if math.isfinite(error) else 0.0 for error in errors.get(layer, ())]
-            own_errors += [0.0] * (len(row) - len(own_errors))
-            beyond = [
-                is_beyond(rule, signal, own[head], figure, own_errors[head])
-                and rule.in_company(signal, company[head] if head < len(company) else {})
-                for head, figure in enumerate(row)
-            ]
-            if signal.crowd and sum(beyond) < max(2.0, signal.crowd * len(row)):
-                beyond = [False] * len(row)
+        for layer, row in sample.figures[signal.quantity].items():
             for head, figure in enumerate(row):
-                memory = own[head]
-                learn = signal.learning is not None and rule.may_learn(company[head] if head < len(company) else {})
+                if rule.sigmas and _single(errors, layer, head):
+                    continue
+                memory = memories[layer][head]
                 change = advance(
                     rule,
                     signal,
                     memory,
                     figure,
-                    own_errors[head],
-                    step,
+                    _error(errors, layer, head),
+                    sample.step,
                     self.patience,
-                    beyond=beyond[head],
-                    learn=learn,
+                    beyond=head in beyond[layer],
+                    learn=signal.learning is not None
+                    and (layer, head) not in troubled
+                    and rule.may_learn(sample.beside(layer, head)),
                 )
                 if change == "raised":
-                    memory.alarm_since = before.get(layer, {}).get(head, step)
+                    memory.alarm_since = before.get(layer, {}).get(head, sample.step)
                 if change:
                     (raised if change == "raised" else ended).setdefault(layer, {})[head] = (float(figure), memory)
         return raised, ended
 
-    def _gathered(self, rule: Rule, new: list[Told], figures: _Figures, alarmed: _Starts) -> list[Told]:
-        """What of the new heads, and of those that wait, is told at this sample."""
-        if not alarmed or not self.gather:
-            self._waits.pop(rule.name, None)
-            return new
-        wait = self._waits.setdefault(rule.name, _Wait())
-        if wait.left > 0:
-            wait.left -= 1
-            for told in new:
-                for layer, heads in told.heads.items():
-                    wait.heads.setdefault(told.signal.key, {}).setdefault(layer, []).extend(heads)
-            return []
-        result = []
-        for signal in rule.signals(figures):
-            found = {
-                layer: dict(heads) for one in new if one.signal.key == signal.key for layer, heads in one.heads.items()
-            }
-            waiting = wait.heads.pop(signal.key, {})
-            for layer, names in waiting.items():
-                row, memories = figures[signal.quantity].get(layer, ()), self._memory[rule.name, signal.key][layer]
-                for head in names:
-                    if head not in alarmed.get(layer, ()):
-                        continue
-                    if math.isfinite(_at(row, head)) and memories[head].streak:
-                        found.setdefault(layer, {})[head] = (float(row[head]), memories[head])
-                    else:  # it has no figure that could be told
-                        wait.heads.setdefault(signal.key, {}).setdefault(layer, []).append(head)
-            if found:
-                result.append(
-                    Told(signal, {layer: dict(sorted(heads.items())) for layer, heads in sorted(found.items())})
-                )
-        if result:
-            wait.length = min(2 * wait.length, _LONGEST_WAIT) if wait.length else self.gather
-            wait.left = wait.length
-        return result
-
-    def _of_the_told(self, rule: Rule, ended: list[Told], alarmed: _Starts) -> list[Told]:
-        """Without heads whose alarm was never told, of which nothing is told any more."""
-        wait = self._waits.get(rule.name)
-        if wait is None:
-            return ended
-        over = {(layer, head) for one in ended for layer, heads in one.heads.items() for head in heads}
-        over = {place for place in over if place[1] not in alarmed.get(place[0], ())}
-        waiting = wait.places()
-        for layers in wait.heads.values():
-            for layer, heads in layers.items():
-                heads[:] = [head for head in heads if (layer, head) not in over]
-        return [
-            Told(
-                one.signal,
-                {
-                    layer: {head: found for head, found in heads.items() if (layer, head) not in waiting}
-                    for layer, heads in one.heads.items()
-                },
-            )
-            for one in ended
-        ]
-
-    def _fresh(self, rule: Rule, signal: Signal, layer: int, head: int) -> HeadMemory:
-        if self._given is None or signal.learning is None:
+    def _fresh(self, rule: str, signal: str, layer: int, head: int) -> HeadMemory:
+        if self._given is None:
             return HeadMemory()
-        return self._given.memory(rule.name, signal.key, self._paths.get(layer, ""), head)
+        return self._given.memory(rule, signal, self._paths.get(layer, ""), head)
 
     # -- what is known ------------------------------------------------------------------------------------------
 
@@ -348,31 +247,24 @@ selects less.
 
         Heads that wait for a common message are not among them: an alarm begins when it is told.
         """
-        told = {rule.name: self._told_of(rule.name, self._alarmed(rule.name)) for rule in self.rules.active()}
         return {
             rule: {layer: tuple(sorted(heads)) for layer, heads in sorted(layers.items())}
-            for rule, layers in told.items()
+            for rule, layers in self._under().items()
         }
 
-    def _told_of(self, rule: str, alarmed: _Starts) -> _Starts:
-        """Those of the heads under alarm that do not wait."""
-        waiting = self._waits[rule].places() if rule in self._waits else set()
-        told = {
-            layer: {head: since for head, since in heads.items() if (layer, head) not in waiting}
-            for layer, heads in alarmed.items()
-        }
-        return {layer: heads for layer, heads in told.items() if heads}
+    def _under(self) -> dict[str, Starts]:
+        """Rule -> layer -> head -> since when it is under alarm, of what has been told."""
+        return {rule.name: self._gathering.told_of(rule.name, self._alarmed(rule.name)) for rule in self.rules.active()}
 
-    def _alarmed(self, rule: str) -> _Starts:
-        result: _Starts = {}
-        for (name, _), layers in self._memory.items():
-            if name == rule:
-                for layer, heads in layers.items():
-                    for head, memory in heads.items():
-                        if memory.alarmed:
-                            since = 0 if memory.alarm_since is None else memory.alarm_since
-                            known = result.setdefault(layer, {})
-                            known[head] = min(since, known.get(head, since))
+    def _alarmed(self, rule: str) -> Starts:
+        result: Starts = {}
+        for layers in self._memory.get(rule, {}).values():
+            for layer, heads in layers.items():
+                for head, memory in heads.items():
+                    if memory.alarmed:
+                        since = 0 if memory.alarm_since is None else memory.alarm_since
+                        known = result.setdefault(layer, {})
+                        known[head] = min(since, known.get(head, since))
         return result
 
     def counts(self) -> dict[str, int]:
@@ -414,7 +306,7 @@ selects less.
         return {
             "version": _VERSION,
             "raised": dict(self._raised),
-            "waits": {rule: wait.plain() for rule, wait in self._waits.items()},
+            "waits": self._gathering.plain(),
             "heads": {str(layer): count for layer, count in self._heads.items()},
             "paths": {str(layer): path for layer, path in self._paths.items()},
             "memory": [
@@ -426,8 +318,13 @@ selects less.
                         for layer, heads in layers.items()
                     },
                 }
-                for (rule, signal), layers in self._memory.items()
+                for rule, signals in self._memory.items()
+                for signal, layers in signals.items()
             ],
+            "growth": {
+                str(layer): {str(head): growth.plain() for head, growth in heads.items()}
+                for layer, heads in self._growth.items()
+            },
             "given": None if self._given is None else self._given.plain(),
         }
 
@@ -441,15 +338,19 @@ selects less.
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']!r}")
             raised = {str(rule): int(count) for rule, count in state["raised"].items()}
-            waits = {str(rule): _Wait.from_plain(plain) for rule, plain in state["waits"].items()}
+            gathering = Gathering(self._gathering.length)
+            gathering.load(state["waits"])
             heads = {int(layer): int(count) for layer, count in state["heads"].items()}
             paths = {int(layer): str(path) for layer, path in state["paths"].items()}
-            memory = {
-                (str(entry["rule"]), str(entry["signal"])): {
+            memory: dict[str, dict[str, dict[int, dict[int, HeadMemory]]]] = {}
+            for entry in state["memory"]:
+                memory.setdefault(str(entry["rule"]), {})[str(entry["signal"])] = {
                     int(layer): {int(head): _memory(plain) for head, plain in heads.items()}
                     for layer, heads in entry["layers"].items()
                 }
-                for entry in state["memory"]
+            growth = {
+                int(layer): {int(head): Growth.from_plain(plain) for head, plain in heads.items()}
+                for layer, heads in state["growth"].items()
             }
             given = None if state["given"] is None else Baselines.read(state["given"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -457,11 +358,11 @@ selects less.
                 f"Expected `state` to be what AlertEngine.state_dict() of version {_VERSION} returned, but got "
                 f"{type(state).__name__} with {error!r}. Start without it to learn new baselines."
             ) from error
-        self._raised, self._waits, self._heads, self._paths = raised, waits, heads, paths
-        self._memory, self._given = memory, given
+        self._raised, self._gathering, self._heads, self._paths = raised, gathering, heads, paths
+        self._memory, self._growth, self._given = memory, growth, given
 
 
-def _without(told: Sequence[Told], known: _Starts) -> list[Told]:
+def _without(told: Sequence[Told], known: Starts) -> list[Told]:
     """Without heads that are under the rule's alarm anyway, and each head once for each quantity."""
     said: dict[str, set[tuple[int, int]]] = {}
     result = []
@@ -482,17 +383,19 @@ def _without(told: Sequence[Told], known: _Starts) -> list[Told]:
     return result
 
 
-def _at(row: Sequence[float], head: int) -> float:
-    return row[head] if head < len(row) else math.nan
+def _places(heads: Mapping[int, Iterable[int]]) -> set[_Place]:
+    return {(layer, head) for layer, some in heads.items() for head in some}
 
 
-def _shares(norms: Mapping[int, Sequence[float]], temperatures: Mapping[int, float]) -> dict[int, list[float]]:
-    """Jacobian norms as shares of their bound 1/(2T)."""
-    return {
-        layer: [2.0 * temperatures[layer] * norm for norm in row]
-        for layer, row in norms.items()
-        if layer in temperatures
-    }
+def _error(errors: Mapping[int, Sequence[float]], layer: int, head: int) -> float:
+    row = errors.get(layer, ())
+    return row[head] if head < len(row) and math.isfinite(row[head]) else 0.0
+
+
+def _single(errors: Mapping[int, Sequence[float]], layer: int, head: int) -> bool:
+    """Whether a figure has no standard error, which is that of a single row."""
+    row = errors.get(layer, ())
+    return head < len(row) and math.isnan(row[head])
 
 
 def _plain(memory: HeadMemory) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class NonFinite(Rule):
         "input and weights, and go back to a checkpoint from before"
     )
 
+    spreads: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.name, "rows", self.rows, 1, "Pass 1.")

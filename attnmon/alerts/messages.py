@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from attnmon.alerts.base import HeadMemory, Rule, Signal
@@ -33,7 +34,8 @@ def raised_alert(
     head_counts: Mapping[int, int],
     layers: Mapping[int, str],
     prefix: str,
-    alarmed: Mapping[int, Collection[int]],
+    alarmed: Mapping[int, Mapping[int, int]],
+    others: Mapping[str, Mapping[int, Mapping[int, int]]] = MappingProxyType({}),
 ) -> Alert | None:
     """The message about heads that have entered a rule's trouble; None if there are none.
 
@@ -44,7 +46,8 @@ def raised_alert(
         head_counts: Number of heads of each layer.
         layers: Module paths.
         prefix: First part of the tag.
-        alarmed: All heads under the rule's alarm now.
+        alarmed: Layer -> head -> since when, of all heads under the rule's alarm now.
+        others: Rule -> the same, of rules that are worth a word beside this one.
     """
     if not told:
         return None
@@ -60,10 +63,34 @@ def raised_alert(
         f"{' and '.join(figures_text(part, new) for part in evidence)} "
         f"{f'for {samples} samples, since step {since}' if samples > 1 else f'at step {step}'}"
         f"{f' ({under} heads under this alarm now)' if under > new else ''}; {rule.meaning}."
+        f"{_origin(places, layers) if rule.spreads else ''}{_also(rule, places, others)}"
     )
-    return _alert(
-        rule, step, evidence, layers, prefix, since=since, samples=samples, summary=summary, remedy=rule.remedy
+    remedy = rule.remedy_of(
+        {one.signal: [memory for heads in one.heads.values() for _, memory in heads.values()] for one in told}
     )
+    return _alert(rule, step, evidence, layers, prefix, since=since, samples=samples, summary=summary, remedy=remedy)
+
+
+def _origin(places: Mapping[int, Sequence[int]], layers: Mapping[int, str]) -> str:
+    """Where trouble began that reaches every layer behind; layers are numbered as the model calls them."""
+    if len(places) < 2:
+        return ""
+    first = min(places)
+    path = f" ({layers[first]})" if layers.get(first) else ""
+    heads = f"head{'s' if len(places[first]) > 1 else ''} {', '.join(map(str, places[first]))}"
+    return f" Look first at {heads} of layer {first}{path}, which is called before the others."
+
+
+def _also(
+    rule: Rule, places: Mapping[int, Sequence[int]], others: Mapping[str, Mapping[int, Mapping[int, int]]]
+) -> str:
+    """Other warnings about the same heads: one cause may have several signs."""
+    found = []
+    for name, layers in others.items():
+        starts = [layers[layer][head] for layer in layers for head in layers[layer] if head in places.get(layer, ())]
+        if starts and name != rule.name:
+            found.append(f"{name} since step {min(starts)}")
+    return f" Also under alarm there: {', '.join(found)}." if found else ""
 
 
 def recovered_alert(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from attnmon.alerts.base import (
     JACOBIAN_SHARE,
+    OF_A_CHANGE,
+    SETTLED,
+    SLACKENING,
     TEMPERATURE,
     BaselineRule,
     HeadMemory,
@@ -17,31 +20,35 @@ from attnmon.alerts.base import (
     check,
     check_order,
     check_whole,
+    former_temperature,
     if_present,
 )
+from attnmon.alerts.growth import FROM_NOTHING
 
 __all__ = ["EntropyCollapse", "JacobianBound", "ScoreGrowth", "SharpTemperature"]
 
-# Of the score spread: a first figure that only a trained head, or one with normalised queries and keys, has; a level
-# at which a head selects; the unrest below which it is calm. Heads that learn from scratch grow as fast as failing
-# ones, but from nothing and restlessly.
-_SETTLED_FIRST = 0.5
+# Of the score spread: a level at which a head selects; the unrest below which it is calm. Heads that learn from scratch
+# grow as fast as failing ones, but from nothing and restlessly.
 _SETTLED = 0.3
 _CALM = 0.15
+_OF_SLACKENING = "1.15 means a doubling that took 15 % longer than one before it."
 
 
 @dataclass(frozen=True)
 class EntropyCollapse(BaselineRule):
     """Normalised entropy at 0: low **and** fallen from the head's own baseline (Zhai et al. 2023), while scores grow.
 
-    A healthy attention sink sits near 0 from the start and never fires. One that forms during training has a small
-    score spread (a single key stands out of a flat row): where the spread is measured it must be ``min_spread`` too.
+    A healthy attention sink sits near 0 from the start: a head is judged only where it has been above ``leave``. A sink
+    that forms during training has a small score spread (a single key stands out of a flat row): where the spread is
+    measured it must be ``min_spread`` too. And a head that learns, from scratch, to single out exact keys comes to the
+    same figures in good health, but its growth slackens; see `ScoreGrowth`.
 
     Attributes:
         level: Normalised entropy below which a sample counts.
         leave: The alarm ends above it.
         share: Share of the baseline that must be lost.
         min_spread: Least score spread (in units of scores / T) where that is measured.
+        slackening: See `ScoreGrowth`.
     """
 
     severity: str = "critical"
@@ -49,6 +56,7 @@ class EntropyCollapse(BaselineRule):
     leave: float = 0.1
     share: float = 0.5
     min_spread: float = 10.0
+    slackening: float = 1.15
 
     name: ClassVar[str] = "entropy_collapse"
     title: ClassVar[str] = "entropy collapse"
@@ -62,21 +70,26 @@ class EntropyCollapse(BaselineRule):
         super().__post_init__()
         for name in ("level", "leave", "share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "Normalised entropy runs from 0 to 1.")
-        check(self.name, "min_spread", self.min_spread, -1e-300, math.inf, "0 asks for no second signal.")
+        check(self.name, "min_spread", self.min_spread, 0.0, math.inf, "0 asks for no second signal.", closed="low")
+        check(self.name, "slackening", self.slackening, 1.0, math.inf, _OF_SLACKENING)
         check_order(self.name, "level", self.level, "leave", self.leave)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
         return if_present(quantities, Signal("entropy_normalized", "normalised entropy", False, learning=self.learning))
 
+    def ready(self, signal: Signal, memory: HeadMemory) -> bool:
+        """See `Rule.ready`."""
+        return (memory.baseline or 0.0) >= self.leave
+
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
-        enter = min(self.level, baseline * (1.0 - self.share))
-        # Back at the leave level, or half of the way back to a baseline that is itself below it
-        return enter, min(self.leave, enter + 0.5 * (baseline - enter))
+        return min(self.level, baseline * (1.0 - self.share)), self.leave
 
     def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
         """See `Rule.in_company`."""
+        if figures.get(SLACKENING, math.nan) > self.slackening:
+            return False
         return not figures.get("score_spread", math.nan) < self.min_spread
 
     def limit_text(self, signal: Signal) -> str:
@@ -100,6 +113,11 @@ class ScoreGrowth(BaselineRule):
       baseline follows with a weight of a tenth: at more than 12.5 % a sample the spread runs ahead of it by so much.
     - **largest**: some score reaches ``largest``, where QK-clip acts by default.
 
+    A head that began with a spread of less than 0.5 has all of it to learn, and where a task asks for exact keys
+    (copying) healthy heads come to 30. So level and crowd count there only while the growth does not slacken: for three
+    samples the spread has doubled within ``slackening`` times the steps that the doublings before took. The slope,
+    which such a head has anyway, counts once it has selected keys, without much growth, for half of its life.
+
     Attributes:
         learn_better: See `BaselineRule`.
         learn_worse: See `BaselineRule`.
@@ -113,6 +131,7 @@ class ScoreGrowth(BaselineRule):
         slope_wait: Samples of a head before.
         largest: Largest ``|score|`` from which a sample counts.
         leave_largest: The alarm ends below it.
+        slackening: Share of the time of the doublings before beyond which growth slackens.
     """
 
     patience: int | None = 1
@@ -128,13 +147,14 @@ class ScoreGrowth(BaselineRule):
     slope_wait: int = 40
     largest: float = 100.0
     leave_largest: float = 80.0
+    slackening: float = 1.15
 
     name: ClassVar[str] = "score_growth"
     title: ClassVar[str] = "attention scores too large"
     meaning: ClassVar[str] = "queries and keys grow; entropy collapse and instability follow"
     remedy: ClassVar[str] = (
         "a lower learning rate or a longer warm-up (for the query and key projections first); QK-norm, QK-clip or "
-        "sigmaReparam to bound the scores; if it came at once, look at the attention scale or temperature"
+        "sigmaReparam to bound the scores"
     )
     counts_scatter: ClassVar[bool] = False
 
@@ -147,7 +167,9 @@ class ScoreGrowth(BaselineRule):
         for name in ("jump", "slope"):
             check(self.name, name, getattr(self, name), 1.0, math.inf, "It is a factor on the head's own baseline.")
         check_whole(self.name, "slope_wait", self.slope_wait, 0, "It is a number of samples.")
+        check(self.name, "slackening", self.slackening, 1.0, math.inf, _OF_SLACKENING)
         check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread)
+        check_order(self.name, "leave_spread", self.leave_spread, "crowd_spread", self.crowd_spread)
         check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
@@ -166,9 +188,16 @@ class ScoreGrowth(BaselineRule):
         """See `Rule.ready`."""
         if signal.way != "jump":
             return True
-        started_settled = (memory.first or 0.0) >= _SETTLED_FIRST
+        started_settled = (memory.first or 0.0) >= FROM_NOTHING
         calm = (memory.baseline or 0.0) >= _SETTLED and memory.unrest < _CALM
         return started_settled or calm
+
+    def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
+        """See `Rule.in_company`."""
+        slackening = figures.get(SLACKENING, math.nan)
+        if signal.way == "slope":
+            return figures.get(SETTLED, 1.0) > 0.0
+        return signal.quantity == "score_max" or signal.way == "jump" or not slackening > self.slackening
 
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
@@ -190,6 +219,12 @@ class ScoreGrowth(BaselineRule):
         if signal.way == "slope":
             return f"limit: {self.slope:g} times the baseline, which follows slowly, and {self.slope_spread:g}"
         return f"limit {self.limits(signal, math.nan)[0]:g}"
+
+    def remedy_of(self, told: Mapping[Signal, Sequence[HeadMemory]]) -> str:
+        """See `Rule.remedy_of`."""
+        if any(signal.way == "jump" for signal in told):
+            return f"{OF_A_CHANGE}, attention scale or temperature; else {self.remedy}"
+        return self.remedy
 
 
 @dataclass(frozen=True)
@@ -222,7 +257,7 @@ class SharpTemperature(BaselineRule):
     title: ClassVar[str] = "softmax temperature too sharp"
     meaning: ClassVar[str] = "the softmax Jacobian grows like 1/T without a gain in separability"
     remedy: ClassVar[str] = (
-        "a temperature above 0.1, sqrt(head_dim) being usual: look at the attention scale (with QK-norm or cosine "
+        "a temperature well above 0.1, sqrt(head_dim) being usual: look at the attention scale (with QK-norm or cosine "
         "attention, where scores are bounded, judge by the Jacobian norm); for more selectivity more heads, or a "
         "length-aware or sparse normaliser"
     )
@@ -233,7 +268,7 @@ class SharpTemperature(BaselineRule):
         for name in ("level", "leave"):
             check(self.name, name, getattr(self, name), 0.0, math.inf, "It is an absolute temperature, 1/scale.")
         check(self.name, "cut", self.cut, 0.0, 1.0, "0.5 means half of the former temperature.")
-        check(self.name, "min_spread", self.min_spread, -1e-300, math.inf, "0 asks for no second signal.")
+        check(self.name, "min_spread", self.min_spread, 0.0, math.inf, "0 asks for no second signal.", closed="low")
         check_order(self.name, "level", self.level, "leave", self.leave)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
@@ -257,6 +292,11 @@ class SharpTemperature(BaselineRule):
     def limit_text(self, signal: Signal) -> str:
         """See `Rule.limit_text`."""
         return f"limit: {self.cut:.0%} of the baseline" if signal.way == "cut" else f"limit {self.level:g}"
+
+    def remedy_of(self, told: Mapping[Signal, Sequence[HeadMemory]]) -> str:
+        """See `Rule.remedy_of`."""
+        cut = [memory.baseline for signal, memories in told.items() if signal.way == "cut" for memory in memories]
+        return f"{former_temperature(cut)}; if the cut was meant: {self.remedy}" if cut else self.remedy
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from attnmon.alerts.base import (
+    OF_A_CHANGE,
     TEMPERATURE,
     BaselineRule,
     HeadMemory,
@@ -16,6 +17,7 @@ from attnmon.alerts.base import (
     check,
     check_order,
     check_whole,
+    former_temperature,
     if_present,
 )
 
@@ -135,6 +137,10 @@ class UniformDrift(BaselineRule):
         "it), the attention scale or temperature, a context far longer than trained, a layer norm or learning rate "
         "that flattens the layer's input (a longer warm-up, a lower rate)"
     )
+    flat_remedy: ClassVar[str] = (
+        "a longer warm-up or a lower learning rate, or layer norm before attention rather than after it: what reaches "
+        "the layer has gone flat before it has learned anything"
+    )
     counts_scatter: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -142,8 +148,8 @@ class UniformDrift(BaselineRule):
         for name in ("share", "sudden_share", "crowd_share", "flat_share", "leave_share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "0.15 means that 15 % are left.")
         for name in ("min_entropy", "crowd_entropy"):
-            check(self.name, name, getattr(self, name), -1e-300, 1.0, "It is a normalised entropy, 0 to 1.")
-        check(self.name, "min_baseline", self.min_baseline, -1e-300, math.inf, "0 judges every head.")
+            check(self.name, name, getattr(self, name), 0.0, 1.0, "It is a normalised entropy.", closed="low")
+        check(self.name, "min_baseline", self.min_baseline, 0.0, math.inf, "0 judges every head.", closed="low")
         check(self.name, "hotter", self.hotter, 1.0, math.inf, "3 means three times the temperature.")
         check_whole(self.name, "flat_patience", self.flat_patience, 1, "It is a number of samples.")
         for name in ("share", "sudden_share", "crowd_share", "flat_share"):
@@ -211,6 +217,15 @@ class UniformDrift(BaselineRule):
         share = f"{self._share(signal):.0%} of {of[signal.way]}"
         return f"limit: {share} with normalised entropy above {self._entropy(signal):g}"
 
+    def remedy_of(self, told: Mapping[Signal, Sequence[HeadMemory]]) -> str:
+        """See `Rule.remedy_of`."""
+        ways = {signal.way: [memory.baseline for memory in memories] for signal, memories in told.items()}
+        if "hotter" in ways:
+            return f"{former_temperature(ways['hotter'])}, unless the change was meant"
+        if "sudden" in ways:
+            return f"{OF_A_CHANGE}, attention scale or temperature, length of the context; else {self.remedy}"
+        return self.flat_remedy if set(ways) == {"flat"} else self.remedy
+
 
 @dataclass(frozen=True)
 class SeparabilityLoss(BaselineRule):
@@ -247,7 +262,7 @@ class SeparabilityLoss(BaselineRule):
         for name in ("share", "leave_share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "0.4 means a loss of 40 % of the baseline.")
         for name in ("min_entropy", "max_entropy"):
-            check(self.name, name, getattr(self, name), -1e-300, 1.0 + 1e-9, "It is a normalised entropy, 0 to 1.")
+            check(self.name, name, getattr(self, name), 0.0, 1.0, "It is a normalised entropy.", closed="both")
         check_order(
             self.name, "min_entropy", self.min_entropy, "max_entropy", self.max_entropy, "Else nothing is learned."
         )
