@@ -175,7 +175,7 @@ def test_the_crowd_counts_heads_beyond_noise_and_each_leaves_by_itself():
 @pytest.mark.parametrize(
     ("before", "row", "limits"),
     [
-        (2.0, [16.0, 2.0], ["limit 15"]),  # a jump, too: the first way is told
+        (2.0, [16.0, 2.0], ["limit: 3 times the baseline and 6"]),  # the level, too: the first way is told
         (6.0, [11.0, 11.0], ["limit 10 where half of a layer passes it"]),
         (2.0, [6.5, 2.0], ["limit: 3 times the baseline and 6"]),
         (3.9, [8.1, 3.9], ["limit: 2 times the baseline, which follows slowly, and 8"]),

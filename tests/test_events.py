@@ -30,7 +30,7 @@ from attnmon import AttentionMonitor, AttentionSaturationWarning, watch
 from attnmon.alerts import AlertRules, AttentionAlertError, EntropyRise, ScoreGrowth
 
 OFF = {rule.name: None for rule in AlertRules().active()}
-GROWTH = ScoreGrowth(spread=1e-3, leave_spread=1e-4)
+GROWTH = ScoreGrowth(spread=1e-3, leave_spread=1e-4, slackening=math.inf)
 RULES = AlertRules(**OFF | {"score_growth": GROWTH})
 LOOK = {"rules": RULES, "patience": 1, "strict": True, "actions": {"warn": "log"}}
 RAISE = LOOK | {"actions": {"warn": "raise"}}

@@ -33,7 +33,7 @@ class Growth:
     Attributes:
         slackening: Steps in which the spread last doubled, as a share of those that the faster one of the two doublings
             before it took; the largest of three samples. Infinite: not known yet. NaN: the head began with more than
-            `FROM_NOTHING`.
+            `FROM_NOTHING`, or was never seen.
         settled: Whether the head began so, or has selected keys for half of its life with hardly any growth; stays.
 
     Example:
@@ -61,7 +61,7 @@ class Growth:
     @property
     def slackening(self) -> float:
         """See the class."""
-        if self._first is not None and self._first >= FROM_NOTHING:
+        if self._first is None or self._first >= FROM_NOTHING:
             return math.nan
         return max(self._ratios) if len(self._ratios) == _SAMPLES else math.inf
 

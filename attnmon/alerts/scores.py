@@ -31,7 +31,14 @@ __all__ = ["EntropyCollapse", "JacobianBound", "ScoreGrowth", "SharpTemperature"
 # grow as fast as failing ones, but from nothing and restlessly.
 _SETTLED = 0.3
 _CALM = 0.15
-_OF_SLACKENING = "1.15 means a doubling that took 15 % longer than one before it."
+
+
+def _check_slackening(rule: str, value: object) -> None:
+    if value != math.inf:
+        advice = (
+            "1.15 means a doubling that took 15 % longer than one before it; math.inf asks for nothing of the kind."
+        )
+        check(rule, "slackening", value, 1.0, math.inf, advice)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class EntropyCollapse(BaselineRule):
         for name in ("level", "leave", "share"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "Normalised entropy runs from 0 to 1.")
         check(self.name, "min_spread", self.min_spread, 0.0, math.inf, "0 asks for no second signal.", closed="low")
-        check(self.name, "slackening", self.slackening, 1.0, math.inf, _OF_SLACKENING)
+        _check_slackening(self.name, self.slackening)
         check_order(self.name, "level", self.level, "leave", self.leave)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
@@ -131,7 +138,7 @@ class ScoreGrowth(BaselineRule):
         slope_wait: Samples of a head before.
         largest: Largest ``|score|`` from which a sample counts.
         leave_largest: The alarm ends below it.
-        slackening: Share of the time of the doublings before beyond which growth slackens.
+        slackening: Share of the time of the doublings before beyond which growth slackens; ``math.inf``: it never does.
     """
 
     patience: int | None = 1
@@ -167,7 +174,7 @@ class ScoreGrowth(BaselineRule):
         for name in ("jump", "slope"):
             check(self.name, name, getattr(self, name), 1.0, math.inf, "It is a factor on the head's own baseline.")
         check_whole(self.name, "slope_wait", self.slope_wait, 0, "It is a number of samples.")
-        check(self.name, "slackening", self.slackening, 1.0, math.inf, _OF_SLACKENING)
+        _check_slackening(self.name, self.slackening)
         check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread)
         check_order(self.name, "leave_spread", self.leave_spread, "crowd_spread", self.crowd_spread)
         check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest)
@@ -177,9 +184,9 @@ class ScoreGrowth(BaselineRule):
         spread = ("score_spread", "score spread", True)
         return if_present(
             quantities,
+            Signal(*spread, way="jump", learning=self.learning),  # says most, so it comes first
             Signal(*spread),
             Signal(*spread, way="crowd", crowd=0.5),
-            Signal(*spread, way="jump", learning=self.learning),
             Signal(*spread, way="slope", learning=self.learning, grace=self.slope_wait),
             Signal("score_max", "largest |score|", True),
         )
