@@ -126,7 +126,9 @@ class AttentionMonitor(pl.Callback):
         on_alert: Called with each `attnmon.alerts.Alert`, and with each recovery, in the first process, once it has
             been written. An error in it costs one warning.
         keep_batches: Folder into which the batch that raised an alert (of level warn or above) is saved, for a replay:
-            ``torch.load(".../step_000120.pt")["batch"]``. None: none is kept.
+            ``torch.load(".../step_000120.pt")["batch"]``, with arrays as tensors and dataclasses as mappings (objects
+            of other classes want ``weights_only=False``). A file that is there is left alone, and the next is
+            ``step_000120_2.pt``. None: none is kept.
         baselines: What another run has learned of each head: the file that its `save_baselines` wrote. Heads that it
             knows are judged from their first sample on.
         prefix: First part of each key. Two monitors of one Trainer need different ones.
@@ -228,6 +230,7 @@ class AttentionMonitor(pl.Callback):
         self._looked_at: Any = None  # the same, where it may be kept for a replay, until the step is done
         self._norms: dict[int, Tensor | None] = {}  # of the sampled step's gradients, by optimizer
         self._rates: list[float] = []  # of the sampled step
+        self._rate: float | None = None  # with which it began
         self._held: Snapshot | None = None  # with alerts, until what is known of its step is complete
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
@@ -353,6 +356,8 @@ class AttentionMonitor(pl.Callback):
             return
         self._sampled_step = self._step
         self._norms, self._rates = {}, []
+        rates = [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
+        self._rate = max(rates, default=None)
         if self._options.source == "probe":
             snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
             self._hold(trainer, snapshot, self._probe_batch)
@@ -417,7 +422,7 @@ class AttentionMonitor(pl.Callback):
         if snapshot is not None and (snapshot.alerts or snapshot.recoveries):
             self._held, self._looked_at = snapshot, looked_at
         else:
-            self._log(trainer, self._monitor.note(snapshot), self.prefix)
+            self._log(trainer, self._monitor.note(snapshot, learning_rate=self._rate), self.prefix)
 
     def _release_held(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         held, looked_at = self._held, self._looked_at

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from attnmon.alerts import Alert, AttentionAlertError, AttentionSaturationWarning
 from attnmon.alerts.base import SEVERITIES
 from attnmon.options import MonitorOptions
-from attnmon.probe import to_device
 from attnmon.snapshot import Snapshot
 
 __all__ = ["Events", "gradient_norm", "largest_rate"]
 
 _KEPT = 1000  # newest alerts in the history
+_RATES = 11  # newest samples whose learning rate is known
+_CHANGE = 2.0  # factor of a learning rate that is worth a word beside an alert
 
 Attempt = Callable[[str, Callable[[], object]], None]
 
@@ -44,6 +48,8 @@ class Events:
         self._on_alert = options.on_alert
         self._folder = options.keep_batches
         self._attempt = attempt
+        self._rates: list[tuple[int, float]] = []  # step and learning rate of the newest samples
+        self._pending: tuple[int, Any, tuple[Alert, ...]] | None = None  # step, batch and alerts that are to be kept
 
     def note(
         self,
@@ -68,12 +74,16 @@ class Events:
         Returns:
             The sample with what is known.
         """
+        if not isinstance(learning_rate, Tensor):  # which would have to be read from its device
+            rate = _number(learning_rate)
+            self._rates = [*self._rates, *([] if rate is None else [(snapshot.step, rate)])][-_RATES:]
         if not snapshot.alerts and not snapshot.recoveries:
             return snapshot
         known: dict[str, Any] = {
             "loss": _number(loss),
             "grad_norm": _number(grad_norm),
             "learning_rate": _number(learning_rate),
+            **self._former_rate(_number(learning_rate)),
         }
         alerts, recoveries = (
             tuple(dataclasses.replace(alert, **known) for alert in some)
@@ -81,12 +91,28 @@ class Events:
         )
         self.history = [*self.history, *alerts, *recoveries][-_KEPT:]
         if self._folder is not None and batch is not None and any(alert.severity != "watch" for alert in alerts):
-            path = Path(self._folder) / f"step_{snapshot.step:06d}{f'_rank_{_rank()}' if _rank() else ''}.pt"
-            self._attempt(f"keep_batches={self._folder!r}", lambda: _keep(path, snapshot.step, batch, alerts))
+            self._pending = snapshot.step, batch, alerts
         return dataclasses.replace(snapshot, alerts=alerts, recoveries=recoveries)
+
+    def _former_rate(self, rate: float | None) -> dict[str, Any]:
+        """What the learning rate was before it changed, if it did so in the last samples."""
+        for step, other in reversed(self._rates[:-1]):
+            if rate is not None and other > 0.0 and not 1 / _CHANGE <= rate / other <= _CHANGE:
+                return {"former_rate": other, "former_rate_step": step}
+        return {}
+
+    def _keep(self) -> None:
+        """Saves what is to be kept, after the sample has been written: nothing of that may be lost by it."""
+        if self._pending is None or self._folder is None:
+            return
+        (step, batch, alerts), self._pending = self._pending, None
+        stem = f"step_{step:06d}{f'_rank_{_rank()}' if _rank() else ''}"
+        folder = Path(self._folder)
+        self._attempt(f"keep_batches={self._folder!r}", lambda: _save(folder, stem, step, batch, alerts))
 
     def tell(self, snapshot: Snapshot | None) -> None:
         """Calls the user's function with what a sample has to tell, in the first process."""
+        self._keep()
         on_alert = self._on_alert
         if snapshot is None or on_alert is None or _rank() > 0:
             return
@@ -115,17 +141,18 @@ class Events:
             raise AttentionAlertError(fatal)
         return any(action == "stop" for _, action in asked)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The history as JSON has it."""
-        return [alert.plain() for alert in self.history]
+    def state_dict(self) -> dict[str, Any]:
+        """The history, and what the next event needs, as JSON has it."""
+        return {"history": [alert.plain() for alert in self.history], "rates": [list(one) for one in self._rates]}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The reverse of `state_dict`.
 
         Raises:
             ValueError: It is nothing of the kind.
         """
-        self.history = [Alert.from_plain(plain) for plain in state]
+        self.history = [Alert.from_plain(plain) for plain in state.get("history", ())]
+        self._rates = [(int(step), float(rate)) for step, rate in state.get("rates", ())]
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor | None:
@@ -159,26 +186,44 @@ def _worst_first(alerts: Sequence[Alert]) -> list[Alert]:
     return sorted(alerts, key=lambda alert: -SEVERITIES.index(alert.severity))
 
 
-def _keep(path: Path, step: int, batch: Any, alerts: Sequence[Alert]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
+def _save(folder: Path, stem: str, step: int, batch: Any, alerts: Sequence[Alert]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{stem}.{uuid.uuid4().hex}.unfinished"
     content = {
         "step": step,
         "alerts": [alert.plain() for alert in alerts],
-        "batch": _copied(to_device(batch, torch.device("cpu"))),
+        "batch": _copied(batch),
     }
-    torch.save(content, unfinished)
-    unfinished.replace(path)
+    try:
+        torch.save(content, unfinished)
+        for number in count(1):  # another monitor, or the run before a restart, may have kept a batch of this step
+            path = folder / f"{stem}{'' if number == 1 else f'_{number}'}.pt"
+            if not path.exists():
+                unfinished.replace(path)
+                return
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _copied(batch: Any) -> Any:
-    """Tensors without what lies beside them in memory: a view would be saved with all that it is a view of."""
+    """As `torch.load` reads it without being told to trust the file, and without what lies beside it in memory.
+
+    A view would be saved with all that it is a view of. Arrays become tensors; objects with named fields, mappings.
+    """
     if isinstance(batch, Tensor):
-        return batch.detach().clone()
+        return batch.detach().to("cpu", copy=True)
+    if isinstance(batch, np.ndarray):
+        return torch.tensor(batch) if batch.dtype.kind in "biuf" else batch.tolist()
+    if isinstance(batch, np.generic):
+        return batch.item()
     if isinstance(batch, Mapping):
         return {key: _copied(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        return {key: _copied(value) for key, value in batch._asdict().items()}
     if isinstance(batch, list | tuple):
         return [_copied(value) for value in batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: _copied(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     return batch
 
 

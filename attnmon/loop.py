@@ -110,7 +110,8 @@ class Watch:
                 this step.
             grad_norm: Norm of the step's gradients, as ``clip_grad_norm_`` returns it.
             learning_rate: Of the step.
-            batch: Of the step, to be kept for a replay with ``keep_batches``.
+            batch: Of the step, to be kept for a replay with ``keep_batches``: without it nothing is kept. With
+                ``source="probe"`` the probe is what was looked at, and is kept.
 
         Returns:
             The Snapshot of the step that was just made if that was a sampled one, else None. With
@@ -120,6 +121,12 @@ class Watch:
             raise RuntimeError("Expected `step()` to be called inside `with watch(model) as monitor:`.")
         self._remove_hooks()
         self._known = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "batch": batch}
+        if self._options.keep_batches is not None and batch is None and self._options.source == "train":
+            self._monitor.warn(
+                "keep_batches",
+                f"attnmon keeps no batch in {str(self._options.keep_batches)!r}: it sees the model, and not the loop's "
+                "batches. Pass them: monitor.step(batch=batch).",
+            )
         snapshot = self._monitor.close(self.step_count) if self._monitor.is_open else None
         self.step_count += 1  # an alert that raises leaves a count behind that a resumed run can go on from
         snapshot = self._record(snapshot)
@@ -212,7 +219,8 @@ class Watch:
 
     def _record(self, snapshot: Snapshot | None) -> Snapshot | None:
         """Notes and writes a sample."""
-        snapshot = self._monitor.note(snapshot, **self._known)
+        looked_at = {} if self._options.source == "train" or callable(self._probe) else {"batch": self._probe}
+        snapshot = self._monitor.note(snapshot, **self._known | looked_at)
         if snapshot is not None and self._sinks:
             with self._monitor.writing():
                 scalars = snapshot.scalars(per_head=self._per_head)
@@ -294,7 +302,8 @@ def watch(
         actions: What is done about an alert, by severity: ``"log"``, ``"warn"``, ``"stop"`` (sets `Watch.should_stop`)
             or ``"raise"``; this and the following as for `attnmon.AttentionMonitor`.
         on_alert: Called with each alert and each recovery.
-        keep_batches: Folder for the ``batch`` that `Watch.step` was given where there is an alert.
+        keep_batches: Folder for the ``batch`` that `Watch.step` was given where there is an alert of level warn or
+            above.
         baselines: What another run has learned of each head: the file that `Watch.save_baselines` wrote.
 
     Returns:

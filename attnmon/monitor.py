@@ -119,10 +119,12 @@ class Monitor:
             held: A sample that `note` has not been called for yet: its alerts belong to the history all the same.
         """
         waiting = () if held is None else (*held.alerts, *held.recoveries)
+        events = self._events.state_dict()
         return {
             "order": list(self._order),
             "rules": None if self._rules is None else self._rules.state_dict(),
-            "history": [*self._events.state_dict(), *(alert.plain() for alert in waiting)],
+            "history": [*events["history"], *(alert.plain() for alert in waiting)],
+            "rates": events["rates"],
             "warned": sorted(self._warned),
             "not_before": self._not_before,
             "pace": self._pace,
@@ -134,7 +136,7 @@ class Monitor:
         check_state(state, "order", "rules", "warned")
         self._order = list(state["order"])
         self._warned = set(state["warned"])
-        self._events.load_state_dict(state.get("history", ()))
+        self._events.load_state_dict(state)
         self._not_before, self._pace = state.get("not_before", 0), state.get("pace")
         if "meter" in state:
             self.meter.load_state_dict(state["meter"])
@@ -270,7 +272,9 @@ class Monitor:
         """
         if self._rules is None:
             raise ValueError("Expected rules to have learned baselines, but got alerts=False. Pass alerts=True.")
-        Path(path).write_text(json.dumps(self._rules.baselines(), allow_nan=False), encoding="utf-8")
+        text = json.dumps(self._rules.baselines(), allow_nan=False)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
 
     def guarded(self, function: Callable[[], None]) -> None:
         """Runs something that may fail without harm to the run: a failure switches the monitor off, with one warning.
@@ -292,7 +296,7 @@ class Monitor:
         except Exception:
             if self.options.strict:
                 raise
-            self._warn(
+            self.warn(
                 f"attempt:{what}",
                 f"attnmon could not write to {what}, or what was called there failed; this sample is lost there, later "
                 f"ones are tried again without a further warning.\n{traceback.format_exc()}",
@@ -357,13 +361,13 @@ class Monitor:
 
     def _switch_off(self, failure: str) -> None:
         self.failed = True
-        self._warn(
+        self.warn(
             "failed",
             "attnmon failed and is switched off for the rest of this run; the run itself goes on. "
             f"Pass strict=True to stop at such an error instead.\n{failure}",
         )
 
-    def _warn(self, key: str, message: str) -> None:
+    def warn(self, key: str, message: str) -> None:
         """Warns once per key, in the first process only."""
         if key not in self._warned:
             self._warned.add(key)
@@ -386,7 +390,7 @@ class Monitor:
         if source == "validation":
             following = max(self._not_before, (step // every + 1) * every)
         elif following > (step // every + 1) * every:
-            self._warn(
+            self.warn(
                 "max_overhead",
                 f"attnmon samples less often than every {every} steps, to keep to max_overhead={limit}: a sample takes "
                 f"{mine:.2g} s, and the next one is due at step {following}. Measure less (rows, sequences, layers, "
@@ -475,7 +479,7 @@ class Monitor:
         if not any(map(any, chain.from_iterable(t.values() for t in snapshot.rows_used.values()))) and not any(
             map(any, snapshot.nonfinite.values())
         ):
-            self._warn(
+            self.warn(
                 "no rows",
                 "attnmon found no row to measure in a sampled step: every query of the sequences looked at is padding, "
                 "has no label (with tokens='labelled'), or sees no key. Nothing is reported for such steps.",
@@ -507,7 +511,7 @@ class Monitor:
         }
 
     def _judge(self, rules: AlertEngine, snapshot: Snapshot) -> list[Alert]:
-        return rules.update(
+        alerts = rules.update(
             step=snapshot.step,
             values=snapshot.values,
             errors=snapshot.errors,
@@ -515,6 +519,10 @@ class Monitor:
             temperatures=snapshot.temperatures,
             nonfinite=snapshot.nonfinite,
         )
+        unknown = rules.unknown_to_baselines()
+        if unknown:
+            self.warn("baselines", f"attnmon: {unknown}")
+        return alerts
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:
         listing = "; ".join(f"{layer}: {reason}" for layer, reason in not_measured.items())
@@ -524,11 +532,11 @@ class Monitor:
         wanted = [layer for layer in silent if self._chosen(layer)]
         if figures:
             if not_measured:
-                self._warn(
+                self.warn(
                     f"not_measured:{listing}", f"attnmon does not measure all of this model's attention. {listing}."
                 )
             if wanted and self.options.layers is None:
-                self._warn(
+                self.warn(
                     "silent",
                     f"attnmon found attention in {_shorten(wanted)} but saw no call of it in a sampled step: it is not "
                     "measured.",
@@ -547,7 +555,7 @@ class Monitor:
                 "compiled module, or call `look(batch)` before the step; anywhere: source='probe'), or the model "
                 "computes its weights by hand"
             )
-        self._warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
+        self.warn("nothing", "attnmon measured nothing in a sampled step. " + ". ".join(reasons) + ".")
 
     def _warn_of_empty_columns(self, snapshot: Snapshot) -> None:
         if any(map(any, snapshot.nonfinite.values())):  # then that is why, and the rules say so
@@ -563,7 +571,7 @@ class Monitor:
         too_large = sorted({column.top_n for column in empty if column.top_n is not None})
         if too_large and self.options.vectors == "value":
             names = ", ".join(map(str, too_large))
-            self._warn(
+            self.warn(
                 f"top_n:{names}",
                 f"attnmon: no sampled row sees more keys than N = {names} of `top_n`; these figures are NaN and not "
                 "logged. Choose a smaller N or longer sequences.",

@@ -92,6 +92,16 @@ class MonitorOptions:
                 f"Expected `keep_batches` to be None or a folder, but got {self.keep_batches!r} "
                 f"({type(self.keep_batches).__name__})."
             )
+        if self.keep_batches is not None and Path(self.keep_batches).exists() and not Path(self.keep_batches).is_dir():
+            raise ValueError(
+                f"Expected `keep_batches` to be a folder, but {str(self.keep_batches)!r} is a file. Name another one."
+            )
+        for name in ("actions", "on_alert", "keep_batches", "baselines"):
+            if not self.alerts and getattr(self, name) is not None:
+                raise ValueError(
+                    f"Expected `{name}` to be None where alerts=False, but got {getattr(self, name)!r}: without alerts "
+                    "nothing would come of it. Leave one of the two out."
+                )
         if isinstance(self.baselines, str | PathLike):  # read now: a wrong one must not end a run that has begun
             object.__setattr__(self, "baselines", _read_json(self.baselines))
         self.engine()

@@ -240,9 +240,12 @@ def _with(**numbers):
     ("plain", "text"),
     [
         (_with(baseline=NAN), r"got baseline=nan for head 0 of 'h.3.attn' \(rule entropy_rise\). Delete that head's"),
-        (_with(scatter=math.inf), "to hold finite numbers, but got scatter=inf"),
+        (_with(scatter=math.inf), "but got scatter=inf"),
         (_with(last=None), "got last=None"),
         (_with(baseline=True), "got baseline=True"),
+        (_with(baseline=-0.1), "from 0 to 1, but got baseline=-0.1"),
+        (_with(baseline=1e300), "from 0 to 1, but got baseline=1e\\+300"),
+        (_with(scatter=1e300), r"from 0 to 1e\+09, but got scatter=1e\+300"),
         ({}, "to be what a monitor saved, but got dict"),
         (None, "to be what a monitor saved, but got NoneType"),
         ({"version": 99, "baselines": []}, "of version 1, but got version 99"),

@@ -7,8 +7,10 @@ import math
 import pickle
 import warnings
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -396,6 +398,105 @@ class TestKeptBatches:
         Run(tmp_path, Takes(), keep_batches=str(tmp_path / "kept"), fit={"max_steps": 1}).fit()
         assert set(torch.load(tmp_path / "kept" / "step_000000.pt")["batch"]) == {"input_ids", "labels"}
 
+    def test_two_monitors_and_a_second_run_leave_each_others_files_alone(self, tmp_path):
+        batch = batches(1)[0]
+        for expected in (
+            {"step_000000.pt", "step_000000_2.pt"},
+            {f"step_000000{n}.pt" for n in ("", "_2", "_3", "_4")},
+        ):
+            net = model()
+            with (
+                watch(net, 1, **LOOK, keep_batches=str(tmp_path)) as one,
+                watch(net, 1, **LOOK, keep_batches=str(tmp_path)) as other,
+            ):
+                net(**batch)
+                for monitor in (one, other):
+                    monitor.step(batch=batch)
+            assert {path.name for path in tmp_path.iterdir()} == expected
+
+    def test_of_any_kind_that_a_loader_gives(self, tmp_path):
+        @dataclasses.dataclass
+        class Item:
+            ids: torch.Tensor
+            weight: np.ndarray
+
+        class Pair(NamedTuple):
+            item: Item
+            name: str
+
+        net, ids = model(), batches(1)[0]["input_ids"]
+        batch = [Pair(Item(ids, np.array([1.5, 2.5])), "first"), {"count": np.int64(3), "words": np.array(["a", "b"])}]
+        with watch(net, 1, **LOOK, keep_batches=str(tmp_path)) as monitor:
+            net(ids)
+            monitor.step(batch=batch)
+        first, second = torch.load(tmp_path / "step_000000.pt")["batch"]  # which trusts no file
+        assert torch.equal(first["item"]["ids"], ids)
+        assert first["item"]["weight"].tolist() == [1.5, 2.5]
+        assert (first["name"], second) == ("first", {"count": 3, "words": ["a", "b"]})
+
+    def test_a_loop_that_passes_none_is_told_so_once(self, tmp_path):
+        net, batch = model(), batches(1)[0]
+        with (
+            pytest.warns(UserWarning, match=r"keeps no batch in .*monitor\.step\(batch=batch\)") as caught,
+            watch(net, 1, **LOOK, keep_batches=str(tmp_path)) as monitor,
+        ):
+            for _ in range(3):
+                net(**batch)
+                monitor.step()
+        assert len(caught) == 1
+
+    def test_a_probe_is_what_was_looked_at(self, tmp_path):
+        net, batch = model(), batches(1)[0]
+        with watch(net, 1, source="probe", probe=batch, **LOOK, keep_batches=str(tmp_path)) as monitor:
+            monitor.step()
+        assert torch.equal(torch.load(tmp_path / "step_000000.pt")["batch"]["input_ids"], batch["input_ids"])
+
+    def test_a_sample_is_written_before_its_batch(self, tmp_path):
+        net, batch, logger = model(), batches(1)[0], MemoryLogger()
+        (tmp_path / "file").write_text("")
+        with watch(net, 1, **LOOK, keep_batches=str(tmp_path / "file" / "kept"), writer=logger) as monitor:
+            net(**batch)
+            with pytest.raises(OSError):
+                monitor.step(batch=batch)
+        assert [step for step, _ in logger.calls] == [0]
+
+
+class TestTheFormerLearningRate:
+    def run(self, rates, state=None):
+        net = model()
+        with watch(net, 1, **LOOK) as monitor:
+            if state is not None:
+                monitor.load_state_dict(state)
+            data = batches(len(rates) + monitor.step_count + 1, calm_first=True)
+            for rate in rates:
+                net(**data[monitor.step_count])
+                monitor.step(learning_rate=rate)
+        return monitor
+
+    def test_is_named_where_it_was_changed(self):
+        calm = self.run([1e-3, 1e-3, 1.9e-3, 1e-3])
+        assert [alert.former_rate for alert in calm.alerts] == [None] * 3
+        alerts = self.run([1e-3, 0.05, 0.05, 0.05]).alerts
+        assert [(alert.former_rate, alert.former_rate_step) for alert in alerts] == [(1e-3, 0)] * 3
+        assert "learning rate 0.05 (it was 0.001 at step 0)." in alerts[0].message
+        assert self.run([1e-3, *[0.05] * 12]).alerts[-1].former_rate is None  # long ago
+
+    def test_is_known_after_a_restart(self):
+        whole, part = self.run([1e-3, 0.05, 0.05, 0.05]), self.run([1e-3])
+        rest = self.run([0.05, 0.05, 0.05], json.loads(json.dumps(part.state_dict())))
+        assert plain(rest.alerts) == plain(whole.alerts)
+
+    def test_in_lightning(self, tmp_path):
+        class Jumps(Module):
+            def configure_optimizers(self):
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 if step < 1 else 1.0)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        run = Run(tmp_path, Jumps(), data=batches(2, calm_first=True), fit={"max_epochs": -1}).fit()
+        assert (run.alerts[0].step, run.alerts[0].learning_rate) == (1, 0.1)
+        assert (run.alerts[0].former_rate, run.alerts[0].former_rate_step) == (pytest.approx(1e-3), 0)
+
 
 class TestWhatIsCarriedOn:
     def test_the_newest_of_the_history_through_json(self, monkeypatch):
@@ -419,6 +520,26 @@ class TestWhatIsCarriedOn:
             trainer(tmp_path, other, max_steps=1).fit(Module(), loader(batches(1)), loader(batches(1)))
             assert steps(other.alerts) == [(0, False)]  # a new run
         assert steps(run.alerts) == ALTERNATING
+
+    def test_baselines_of_another_model_are_said_to_fit_nothing(self, tmp_path):
+        path = tmp_path / "made" / "baselines.json"  # the folder is not there
+        net, batch = model(), batches(2)[1]
+        with watch(net, 1) as monitor:
+            net(**batch)
+            monitor.step()
+        monitor.save_baselines(path)
+        saved = path.read_text()
+        for old, new, said in (
+            ("transformer.h", "blocks", r"fit 0 of the 4 heads .*blocks.0.attn, blocks.1.attn.*transformer.h.0.attn"),
+            ("transformer.h.1", "transformer.h.7", "fit 2 of the 4 heads"),
+        ):
+            path.write_text(saved.replace(old, new))
+            net = model()
+            with pytest.warns(UserWarning, match=said) as caught, watch(net, 1, baselines=path) as monitor:
+                for _ in range(2):
+                    net(**batch)
+                    monitor.step()
+            assert len(caught) == 1
 
     def test_baselines(self, tmp_path):
         def run(net, **options):
@@ -444,6 +565,13 @@ class TestWhatIsCarriedOn:
         ({"on_alert": "print"}, TypeError, "Expected `on_alert` to be None or a function of one Alert, but got str"),
         ({"keep_batches": True}, TypeError, r"Expected `keep_batches` to be None or a folder, but got True \(bool\)"),
         ({"baselines": "no/such/file"}, ValueError, "Expected `baselines` to be a file that .* 'no/such/file' failed"),
+        ({"keep_batches": __file__}, ValueError, "Expected `keep_batches` to be a folder, but .* is a file"),
+        ({"alerts": False, "on_alert": print}, ValueError, "Expected `on_alert` to be None where alerts=False"),
+        (
+            {"alerts": False, "keep_batches": "kept"},
+            ValueError,
+            "Expected `keep_batches` to be None where alerts=False",
+        ),
         ({"baselines": [1]}, ValueError, "Expected `baselines` to be what a monitor saved, but got list"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from attnmon.alerts.base import HeadMemory
 __all__ = ["Baselines"]
 
 _VERSION = 1
+_LARGEST = 1e9  # beyond every figure that any head has: a baseline there would switch its rule off
+_SHARES = ("entropy_rise", "entropy_collapse", "separability_loss")  # rules about figures from 0 to 1
 _FIELDS = ("seen", "baseline", "baseline_error", "scatter", "unrest", "last")
 
 _Memories = Mapping[str, Mapping[str, Mapping[int, Mapping[int, HeadMemory]]]]
@@ -77,7 +79,7 @@ class Baselines:
         """The reverse of `plain`.
 
         Raises:
-            ValueError: It is nothing of the kind, or holds a number that is not finite.
+            ValueError: It is nothing of the kind, or holds a number that no head can have.
         """
         try:
             version = plain["version"]
@@ -101,10 +103,13 @@ class Baselines:
         for key, path, head, numbers in entries:
             for name in _FIELDS:
                 value = numbers.get(name)
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                most = 1.0 + 1e-6 if name == "baseline" and key[0] in _SHARES else _LARGEST
+                number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else value
+                if not 0.0 <= number <= most:  # NaN is not
                     raise ValueError(
-                        f"Expected `baselines` to hold finite numbers, but got {name}={value!r} for head {head} of "
-                        f"{path!r} (rule {key[0]}). Delete that head's entry, and its baseline is learned anew."
+                        f"Expected `baselines` to hold finite numbers from 0 to {most:g}, but got {name}={value!r} for "
+                        f"head {head} of {path!r} (rule {key[0]}). Delete that head's entry: its baseline is then "
+                        "learned anew."
                     )
             memory = HeadMemory(**{name: numbers[name] for name in _FIELDS})
             found.setdefault(key, {}).setdefault(path, {})[head] = memory
@@ -113,10 +118,46 @@ class Baselines:
     def memory(self, rule: str, signal: str, path: str, head: int) -> HeadMemory:
         """Where a head starts: with what is known of it, else with nothing."""
         layers = self.heads.get((rule, signal), {})
-        # Under Lightning a model is an attribute of a module, and its layers' paths are longer by that.
-        same = [name for name in layers if f".{name}".endswith(f".{path}") or f".{path}".endswith(f".{name}")]
-        known = layers[path].get(head) if path in layers else layers[same[0]].get(head) if len(same) == 1 else None
+        name = _same(path, layers)
+        known = None if name is None else layers[name].get(head)
         return HeadMemory() if known is None else replace(known, first=known.baseline, settled=True)
+
+    def unknown(self, heads: Mapping[int, int], paths: Mapping[int, str]) -> str:
+        """What is to be said of heads that these know nothing of; "" where they know all.
+
+        Args:
+            heads: Number of heads of each layer that was measured.
+            paths: Of these layers.
+        """
+        known: dict[str, set[int]] = {}
+        for layers in self.heads.values():
+            for path, rows in layers.items():
+                known.setdefault(path, set()).update(rows)
+        total = sum(heads.values())
+        found = {layer: known.get(_same(paths.get(layer, ""), known) or "", set()) for layer in heads}
+        fit = sum(len(found[layer] & set(range(count))) for layer, count in heads.items())
+        if fit == total:
+            return ""
+        strange = [paths.get(layer, str(layer)) for layer, count in heads.items() if len(found[layer]) < count]
+        return (
+            f"the baselines given fit {fit} of the {total} heads that are measured; the others learn theirs anew. They "
+            f"are of {sum(map(len, known.values()))} heads in {_few(known)}, and the model's others are in "
+            f"{_few(strange)}. Heads go by the path of their layer: save the baselines of this model."
+        )
+
+
+def _same(path: str, known: Iterable[str]) -> str | None:
+    """The name under which a layer is known: under Lightning a model is an attribute of a module, its paths longer."""
+    names = list(known)
+    if path in names:
+        return path
+    same = [name for name in names if f".{name}".endswith(f".{path}") or f".{path}".endswith(f".{name}")]
+    return same[0] if len(same) == 1 else None
+
+
+def _few(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def _calm(memory: HeadMemory) -> HeadMemory:

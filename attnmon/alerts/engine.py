@@ -299,6 +299,10 @@ selects less. Also under alarm there: uniform_drift since step 100.
         """
         self._given = Baselines.read(plain)
 
+    def unknown_to_baselines(self) -> str:
+        """What is to be said of heads that were measured and that the baselines given know nothing of; mostly ""."""
+        return "" if self._given is None else self._given.unknown(self._heads, self._paths)
+
     # -- over a restart -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

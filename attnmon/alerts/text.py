@@ -59,6 +59,9 @@ class Alert:
         loss: Training loss of the step, where it is known; this and the following are filled in by the monitor.
         grad_norm: Norm of all gradients of the step, before clipping where that can be had.
         learning_rate: The largest of the optimizer's parameter groups.
+        former_rate: Where that was less than half or more than twice as much at one of the ten samples before: what it
+            was.
+        former_rate_step: Step of the last of these samples.
     """
 
     step: int
@@ -77,12 +80,17 @@ class Alert:
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    former_rate: float | None = None
+    former_rate_step: int | None = None
 
     @property
     def training(self) -> str:
         """What is known of the step, in words."""
         known = (("loss", self.loss), ("gradient norm", self.grad_norm), ("learning rate", self.learning_rate))
-        return ", ".join(f"{label} {_number(value)}" for label, value in known if value is not None)
+        text = ", ".join(f"{label} {_number(value)}" for label, value in known if value is not None)
+        if self.former_rate is not None and self.former_rate_step is not None:
+            text += f" (it was {_number(self.former_rate)} at step {self.former_rate_step})"
+        return text
 
     @property
     def message(self) -> str:
@@ -119,8 +127,8 @@ class Alert:
             )
             layers = {int(layer): str(path) for layer, path in plain["layers"].items()}
             known = {
-                name: None if plain[name] is None else float(plain[name])
-                for name in ("loss", "grad_norm", "learning_rate")
+                name: None if plain.get(name) is None else float(plain[name])
+                for name in ("loss", "grad_norm", "learning_rate", "former_rate")
             }
             return cls(
                 **{**plain, **known, "heads": _by_layer(plain["heads"], int), "layers": layers, "evidence": evidence}

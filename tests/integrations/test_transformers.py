@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import warnings
 
@@ -295,7 +296,7 @@ class TestTheRunItself:
 
     @pytest.mark.parametrize("restore", [False, True])
     def test_a_resumed_run_goes_on_as_the_unbroken_one(self, tmp_path, restore):
-        rules = AlertRules(score_growth=ScoreGrowth(spread=0.01, leave_spread=0.001))
+        rules = AlertRules(score_growth=ScoreGrowth(spread=0.01, leave_spread=0.001, slackening=math.inf))
 
         def run(name, max_steps, resume=None):
             monitor = AttentionMonitorCallback(2, rows=8, rules=rules, strict=True)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 
 import pytest
@@ -15,7 +16,7 @@ from attnmon.alerts import AlertRules, AttentionAlertError, EntropyRise, ScoreGr
 from attnmon.integrations.transformers import AttentionMonitorCallback
 
 OFF = {rule.name: None for rule in AlertRules().active()}
-RULES = AlertRules(**OFF | {"score_growth": ScoreGrowth(spread=1e-3, leave_spread=1e-4)})
+RULES = AlertRules(**OFF | {"score_growth": ScoreGrowth(spread=1e-3, leave_spread=1e-4, slackening=math.inf)})
 LOOK = {"rules": RULES, "patience": 1, "strict": True, "actions": {"warn": "log"}}
 ALTERNATING = [(0, False), (1, True), (2, False), (3, True)]
 

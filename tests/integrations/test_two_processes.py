@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -23,7 +24,7 @@ from toys import VOCABULARY, digest, tiny_gpt2
 from attnmon import AttentionSaturationWarning, watch
 from attnmon.alerts import AlertRules, ScoreGrowth
 
-RULES = AlertRules(active_set=None, score_growth=ScoreGrowth(spread=0.001, leave_spread=0.0005))
+RULES = AlertRules(active_set=None, score_growth=ScoreGrowth(spread=0.001, leave_spread=0.0005, slackening=math.inf))
 EVERYTHING = {"rows": "all", "sequences": 99, "strict": True, "rules": RULES}
 LENGTH, STEPS = 70, 3
 
