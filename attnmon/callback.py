@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from attnmon.alerts import Alert, AlertRules
 from attnmon.capture import anything_compiled, is_compiled_function
-from attnmon.events import gradient_norm, largest_rate
+from attnmon.events import SampledStep, gradient_norm, largest_rate
 from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
 from attnmon.options import MonitorOptions, check_flag, check_prefix, check_state
@@ -227,11 +226,7 @@ class AttentionMonitor(pl.Callback):
         self._sampled_step: int | None = None
         self._probe_batch: Any = None
         self._batch: Any = None  # of the sampled step, until its backward pass begins
-        self._looked_at: Any = None  # the same, where it may be kept for a replay, until the step is done
-        self._norms: dict[int, Tensor | None] = {}  # of the sampled step's gradients, by optimizer
-        self._rates: list[float] = []  # of the sampled step
-        self._rate: float | None = None  # with which it began
-        self._held: Snapshot | None = None  # with alerts, until what is known of its step is complete
+        self._sampled = SampledStep()
         self._compiled_step: bool | None = None  # whether a function around the model is compiled; None: not known
         self._looks_twice = True
         self._sinks: dict[int, Sink] = {}  # id of a logger -> what passes samples on to it
@@ -262,7 +257,7 @@ class AttentionMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to sample, number, warn and log as the unbroken one."""
-        return {"step": self._next_step(), "monitor": self._monitor.state_dict(self._held)}
+        return {"step": self._next_step(), "monitor": self._monitor.state_dict(self._sampled.held)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
@@ -276,10 +271,7 @@ class AttentionMonitor(pl.Callback):
         empty: dict[str, Any] = {
             "_probe_batch": None,
             "_batch": None,
-            "_looked_at": None,
-            "_norms": {},
-            "_rates": [],
-            "_held": None,
+            "_sampled": SampledStep(),
             "_sinks": {},
         }
         left = {"log", "log_dict", *empty}
@@ -329,15 +321,14 @@ class AttentionMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the model as it was found, and writes what was held: Lightning calls no teardown after an error."""
         self._monitor.unbind()
-        held, looked_at = self._held, self._looked_at
-        self._held = self._looked_at = None
-        snapshot = self._monitor.note(held, batch=looked_at)
+        held, known = self._sampled.release()
+        snapshot = self._monitor.note(held, batch=known["batch"])
         self._log(trainer, snapshot, self.prefix)
         self._monitor.tell(snapshot)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what was held for a step that was not finished."""
-        if self._held is not None:
+        if self._sampled.held is not None:
             self._release_held(trainer, pl_module, None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -355,9 +346,7 @@ class AttentionMonitor(pl.Callback):
         if self._step == self._sampled_step or not self._monitor.due(self._step):
             return
         self._sampled_step = self._step
-        self._norms, self._rates = {}, []
-        rates = [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
-        self._rate = max(rates, default=None)
+        self._sampled = SampledStep(rate=largest_rate(*trainer.optimizers))
         if self._options.source == "probe":
             snapshot = self._monitor.sample(self._step, "probe", self._prepare_probe(trainer, pl_module))
             self._hold(trainer, snapshot, self._probe_batch)
@@ -365,7 +354,7 @@ class AttentionMonitor(pl.Callback):
         if self._compiled_step is None:
             self._compiled_step = is_compiled_function(pl_module.training_step)
         # a step may take things out of it
-        self._looked_at = copy.copy(batch) if self._options.keep_batches is not None else None
+        self._sampled.batch = copy.copy(batch) if self._options.keep_batches is not None else None
         if self._compiled_step:
             self._monitor.read(self._step, "train", self._second_pass(trainer, pl_module, batch))
             return
@@ -393,26 +382,27 @@ class AttentionMonitor(pl.Callback):
         """Detaches and logs, at the step that ``pl_module.log`` uses for this batch."""
         self._batch = None
         if self._monitor.is_open:
-            looked_at, self._looked_at = self._looked_at, None
-            self._hold(trainer, self._monitor.close(self._step), looked_at)
+            self._hold(trainer, self._monitor.close(self._step), self._sampled.batch)
         # The step count moves on when the next batch starts: a validation in between belongs to this step.
         self._stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if self._held is not None and self._stepped:
+        if self._sampled.held is not None and self._stepped:
             self._release_held(trainer, pl_module, outputs)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Takes the norm of a sampled step's gradients before they are clipped; an alert has it read."""
-        if not (self._monitor.is_open or self._held is not None) or not self._options.alerts:
+        sampled = self._sampled
+        if not (self._monitor.is_open or sampled.held is not None) or not self._options.alerts:
             return
-        self._rates += [rate for rate in map(largest_rate, trainer.optimizers) if rate is not None]
+        rate = largest_rate(*trainer.optimizers)
+        sampled.rates += [] if rate is None else [rate]
         if isinstance(trainer.strategy.model, FullyShardedDataParallel):  # this process has a part of them
             return
 
         def take() -> None:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._norms[id(optimizer)] = gradient_norm(parameters)
+            sampled.norms[id(optimizer)] = gradient_norm(parameters)
 
         with self._monitor.meter.running():
             self._monitor.attempt("the gradients' norm", take)
@@ -420,25 +410,17 @@ class AttentionMonitor(pl.Callback):
     def _hold(self, trainer: pl.Trainer, snapshot: Snapshot | None, looked_at: Any) -> None:
         """Writes a sample; one with alerts, once what is known of its step is complete."""
         if snapshot is not None and (snapshot.alerts or snapshot.recoveries):
-            self._held, self._looked_at = snapshot, looked_at
+            self._sampled.held, self._sampled.batch = snapshot, looked_at
         else:
-            self._log(trainer, self._monitor.note(snapshot, learning_rate=self._rate), self.prefix)
+            self._sampled.batch = None
+            self._log(trainer, self._monitor.note(snapshot, learning_rate=self._sampled.rate), self.prefix)
 
     def _release_held(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
-        held, looked_at = self._held, self._looked_at
-        self._held = self._looked_at = None
+        held, known = self._sampled.release()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and pl_module.automatic_optimization:
             loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
-        norms = list(self._norms.values())
-        whole = [norm for norm in norms if norm is not None]
-        snapshot = self._monitor.note(
-            held,
-            loss=loss,
-            grad_norm=torch.stack(whole).norm() if whole and len(whole) == len(norms) else None,
-            learning_rate=max(self._rates, default=None),
-            batch=looked_at,
-        )
+        snapshot = self._monitor.note(held, loss=loss, **known)
         self._log(trainer, snapshot, self.prefix)
         if self._monitor.act(snapshot):
             trainer.should_stop = True

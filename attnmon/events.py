@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnmon.alerts import Alert, AttentionAlertError, AttentionSaturationWarning
 from attnmon.alerts.base import SEVERITIES
 from attnmon.options import MonitorOptions
+from attnmon.ranks import rank
 from attnmon.snapshot import Snapshot
 
-__all__ = ["Events", "gradient_norm", "largest_rate"]
+__all__ = ["Events", "SampledStep", "gradient_norm", "largest_rate"]
 
 _KEPT = 1000  # newest alerts in the history
 _RATES = 11  # newest samples whose learning rate is known
@@ -106,7 +106,7 @@ class Events:
         if self._pending is None or self._folder is None:
             return
         (step, batch, alerts), self._pending = self._pending, None
-        stem = f"step_{step:06d}{f'_rank_{_rank()}' if _rank() else ''}"
+        stem = f"step_{step:06d}{f'_rank_{rank()}' if rank() else ''}"
         folder = Path(self._folder)
         self._attempt(f"keep_batches={self._folder!r}", lambda: _save(folder, stem, step, batch, alerts))
 
@@ -114,7 +114,7 @@ class Events:
         """Calls the user's function with what a sample has to tell, in the first process."""
         self._keep()
         on_alert = self._on_alert
-        if snapshot is None or on_alert is None or _rank() > 0:
+        if snapshot is None or on_alert is None or rank() > 0:
             return
         for alert in (*_worst_first(snapshot.alerts), *snapshot.recoveries):
             self._attempt("on_alert", partial(on_alert, alert))
@@ -132,7 +132,7 @@ class Events:
             return False
         self.tell(snapshot)
         asked = [(alert, self._actions[alert.severity]) for alert in _worst_first(snapshot.alerts)]
-        if _rank() == 0:
+        if rank() == 0:
             for alert, action in asked:
                 if action in ("warn", "stop"):
                     warnings.warn(alert.message, AttentionSaturationWarning, stacklevel=4)
@@ -155,6 +155,37 @@ class Events:
         self._rates = [(int(step), float(rate)) for step, rate in state.get("rates", ())]
 
 
+@dataclasses.dataclass
+class SampledStep:
+    """What is known of a sampled step, piece by piece, until its optimizers have stepped.
+
+    Attributes:
+        rate: Learning rate with which it began.
+        rates: Those with which its optimizers stepped.
+        norms: Of the gradients, by optimizer; None where this process has only a part of them.
+        batch: What was looked at, where it may be kept for a replay.
+        held: The sample, where there is something to tell that the rest of the step belongs to.
+    """
+
+    rate: float | None = None
+    rates: list[float] = dataclasses.field(default_factory=list)
+    norms: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
+    batch: Any = None
+    held: Snapshot | None = None
+
+    def release(self) -> tuple[Snapshot | None, dict[str, Any]]:
+        """Lets go of the sample: it, and what is known of its step, as `Events.note` takes it."""
+        snapshot, self.held = self.held, None
+        batch, self.batch = self.batch, None
+        whole = [norm for norm in self.norms.values() if norm is not None]
+        known = {
+            "grad_norm": torch.stack(whole).norm() if whole and len(whole) == len(self.norms) else None,
+            "learning_rate": max(self.rates, default=None),
+            "batch": batch,
+        }
+        return snapshot, known
+
+
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor | None:
     """The 2-norm of all gradients together, on their device; None where this process has only a part of them.
 
@@ -168,10 +199,10 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor | None:
         return torch.nn.utils.get_total_norm(gradients)
 
 
-def largest_rate(optimizer: object) -> float | None:
-    """The largest learning rate of an optimizer's parameter groups; None without any."""
-    rates = [float(group["lr"]) for group in getattr(optimizer, "param_groups", ()) if "lr" in group]
-    return max(rates, default=None)
+def largest_rate(*optimizers: object) -> float | None:
+    """The largest learning rate of the optimizers' parameter groups; None without any."""
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
 
 
 def _number(value: object) -> float | None:
@@ -225,7 +256,3 @@ def _copied(batch: Any) -> Any:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return {field.name: _copied(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     return batch
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -25,6 +25,7 @@ from attnmon.capture import anything_compiled, compiled_modules, describe_search
 from attnmon.cost import Cost, Meter, next_step
 from attnmon.events import Events
 from attnmon.options import MonitorOptions, check_state
+from attnmon.ranks import distributed, rank
 from attnmon.rerun import uncompiled
 from attnmon.rows import RowSampler
 from attnmon.schedule import due
@@ -180,7 +181,7 @@ class Monitor:
             if self._model is None:
                 raise RuntimeError("Expected `bind(model)` to be called before `open`.")
             # A probe compares steps, so it looks at the same rows each time.
-            key = (self.options.seed, source, None if source == "probe" else step, _rank())
+            key = (self.options.seed, source, None if source == "probe" else step, rank())
             sampler = RowSampler(self.options.rows, self.options.sequences, key)
             # What runs uncompiled has to do so already when the capture looks for compiled parts.
             with uncompiled() if own else nullcontext():
@@ -283,7 +284,7 @@ class Monitor:
         sample, because each of them has to take part in that.
         """
         self._guard(function)
-        if self._failure is not None and not _distributed():
+        if self._failure is not None and not distributed():
             self._switch_off(self._failure)
 
     def attempt(self, what: str, function: Callable[[], object]) -> None:
@@ -371,7 +372,7 @@ class Monitor:
         """Warns once per key, in the first process only."""
         if key not in self._warned:
             self._warned.add(key)
-            if _rank() == 0:
+            if rank() == 0:
                 warnings.warn(message, UserWarning, stacklevel=4)
 
     def _settle(self, step: int, source: Source, clocks: list[float] | None) -> Cost:
@@ -411,7 +412,7 @@ class Monitor:
         With them the clocks that the processes agree on: seconds of this sample so far, of all before, of the run.
         """
         sums = {} if window is None else {layer: layer_sums.data for layer, layer_sums in window.sums.items()}
-        if not _distributed():
+        if not distributed():
             return (_to_cpu(sums) if self._failure is None else None), None
         # One reduction of a shape all processes know. Two flags lead it: a layer that not all of them know (then the
         # names are exchanged and the reduction is repeated), and a failure. The clocks follow.
@@ -579,14 +580,6 @@ class Monitor:
 
 
 # -- small helpers ----------------------------------------------------------------------------------------------
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _distributed() else 0
 
 
 def _device(model: nn.Module | None) -> torch.device:
