@@ -273,26 +273,30 @@ def _rows_at(
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     scores = logits
-    visible = torch.ones(1, 1, 1, n, dtype=torch.bool, device=key.device)
+    visible: Tensor | None = None
     if call.attn_mask is not None:
         mask = call.attn_mask.detach()[..., :n]
         mask = mask.expand(batch, mask.shape[1], mask.shape[2], n)
         mask = mask if mask.shape[2] == 1 else take_rows(mask, positions)
         if mask.dtype == torch.bool:
-            visible = visible & mask
+            visible = mask
         else:
             hidden = hides(mask)
-            visible = visible & ~hidden
+            visible = ~hidden
             # without the numbers that hide: a sum over them could overflow
             bias = mask.to(logits.dtype).masked_fill(hidden, 0.0)
             if bias.device.type != "cpu" or bool(bias.any()):  # most masks only hide
                 logits = logits + bias
     if call.causal_offset is not None:
         last = positions + call.causal_offset
-        visible = visible & (torch.arange(n, device=key.device) <= last[:, None, :, None])
+        past = torch.arange(n, device=key.device) <= last[:, None, :, None]
+        visible = past if visible is None else visible & past
+    if visible is None:
+        visible = torch.ones(1, 1, 1, n, dtype=torch.bool, device=key.device)
     group = heads // kv_heads
     if visible.shape[1] == 1:  # what is the same for all heads is not copied for each
-        shown = visible.expand(batch, 1, rows, n).repeat(1, 1, group, 1).expand(batch, kv_heads, group * rows, n)
+        shown = visible.expand(batch, 1, rows, n)
+        shown = (shown.repeat(1, 1, group, 1) if group > 1 else shown).expand(batch, kv_heads, group * rows, n)
     else:
         shown = visible.expand(batch, heads, rows, n).reshape(batch, kv_heads, group * rows, n)
     if logits.device.type == "cpu" and bool(logits.sum().isfinite()):  # a sum is far faster there than a look at each

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +37,14 @@ class LayerSums:
             weight: ``(batch, rows)``; how many rows each stands for, 0 = not a row.
         """
         weight = weight.to(self.data.dtype)[:, None]  # (batch, 1, rows)
-        finite = torch.isfinite(values)
-        used = finite & (weight > 0)
+        valid = weight > 0
+        used = torch.isfinite(values) & valid
         x = torch.where(used, values, 0).to(self.data.dtype)
+        used = used.to(self.data.dtype)
         w = weight * used
-        parts = (used, ~finite & (weight > 0), w, w * weight, w * x, w * x * x)
-        self.data[:-1] += torch.stack([part.sum(dim=(1, 3), dtype=self.data.dtype) for part in parts], dim=-1)
+        wx = w * x
+        parts = torch.stack([used, valid.to(used.dtype) - used, w, w * weight, wx, wx * x])
+        self.data[:-1] += parts.sum(dim=(2, 4)).movedim(0, -1)
 
     def add_call(self, nonfinite: Tensor, mismatch: Tensor, padding: Tensor, temperature: float) -> None:
         """Adds what belongs to a whole call.
@@ -83,29 +83,19 @@ class Figures:
         The standard error treats the rows as a simple random sample; with unequal weights the number of rows is
         replaced by the effective one, ``(sum w)^2 / sum w^2``.
         """
-        columns = data[:-1].tolist()
+        used, skipped, w, w2, wx, wx2 = data[:-1].double().unbind(-1)
         extra = data[-1].tolist()
         calls = max(extra[0][4], 1.0)
+        means = torch.where(w > 0, wx / w, torch.nan)
+        variance = (wx2 / w - means * means).clamp_min(0.0) * used / (used - 1)
+        errors = torch.where((used < 2) | (w <= 0), torch.nan, (variance * w2).sqrt() / w)
         return cls(
-            means=[[_mean(head) for head in column] for column in columns],
-            errors=[[_standard_error(head) for head in column] for column in columns],
-            used=[[int(head[0]) for head in column] for column in columns],
-            skipped=[[int(head[1]) for head in column] for column in columns],
+            means=means.tolist(),
+            errors=errors.tolist(),
+            used=used.long().tolist(),
+            skipped=skipped.long().tolist(),
             nonfinite=[int(head[0]) for head in extra],
             mismatched=extra[0][1] > 0,
             padding=int(extra[0][2]),
             temperature=extra[0][3] / calls,
         )
-
-
-def _mean(sums: Sequence[float]) -> float:
-    return sums[4] / sums[2] if sums[2] > 0 else math.nan
-
-
-def _standard_error(sums: Sequence[float]) -> float:
-    used, _, w, w2, wx, wx2 = sums
-    if used < 2 or w <= 0:
-        return math.nan
-    mean = wx / w
-    variance = max(wx2 / w - mean * mean, 0.0) * used / (used - 1)
-    return math.sqrt(variance * w2) / w

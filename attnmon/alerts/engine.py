@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnmon.alerts.base import SETTLED, SLACKENING, HeadMemory, Rule, Signal, advance, is_beyond
@@ -23,6 +23,14 @@ _FRESH = asdict(HeadMemory())
 _QUIET = "watch"
 _Place = tuple[int, int]  # layer and head
 _Found = dict[int, dict[int, tuple[float, HeadMemory]]]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Heads of a layer that some rule warns of, and those under the alarm of the rule at hand, since when."""
+
+    troubled: Mapping[int, Collection[int]]
+    before: Starts
 
 
 class AlertEngine:
@@ -84,6 +92,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
         self.recoveries: list[Alert] = []
         self._gathering = Gathering(gather)
         self._memory: dict[str, dict[str, dict[int, dict[int, HeadMemory]]]] = {}  # rule, signal, layer, head
+        self._alarms: dict[str, dict[str, set[_Place]]] = {}  # rule, signal -> heads whose memory is alarmed
         self._growth: dict[int, dict[int, Growth]] = {}
         self._raised: dict[str, int] = {}
         self._heads: dict[int, int] = {}  # number of heads of each layer that was ever measured
@@ -125,17 +134,21 @@ selects less. Also under alarm there: uniform_drift since step 100.
         beyond = {rule: {signal: self._beyond(rule, signal, sample) for signal in watched[rule]} for rule in watched}
         before: dict[str, Starts] = {rule.name: self._alarmed(rule.name) for rule in watched}
         # What a head shows while another rule warns of it is no reference: it is not what the head was, nor will be.
-        troubled: set[_Place] = set()
+        troubled: dict[int, set[int]] = {}
         for rule in watched:
             if rule.severity != _QUIET:
-                troubled.update(_places(before[rule.name]), *map(_places, beyond[rule].values()))
+                places: list[Mapping[int, Collection[int]]] = [before[rule.name], *beyond[rule].values()]
+                for heads_of in places:
+                    for layer, heads in heads_of.items():
+                        troubled.setdefault(layer, set()).update(heads)
         news: list[tuple[Rule, list[Told]]] = []
         self.recoveries = []
         for rule, signals in watched.items():
             raised: list[Told] = []
             ended: list[Told] = []
             for signal in signals:
-                found = self._watch(rule, signal, sample, beyond[rule][signal], troubled, before[rule.name])
+                context = _Context(troubled, before[rule.name])
+                found = self._watch(rule, signal, sample, beyond[rule][signal], context)
                 raised.append(Told(signal, found[0]))
                 ended.append(Told(signal, found[1]))
             after = self._alarmed(rule.name)
@@ -160,79 +173,81 @@ selects less. Also under alarm there: uniform_drift since step 100.
 
     def _grow(self, sample: Sample) -> None:
         """Show the scores of every head to its `Growth`, and what that says to the rules."""
-        errors = sample.errors.get("score_spread", {})
         for layer, row in sample.figures.get("score_spread", {}).items():
             heads = self._growth.setdefault(layer, {})
+            errors, company = sample.errors["score_spread"][layer], sample.company[layer]
             for head, spread in enumerate(row):
-                if head not in heads:
-                    heads[head] = Growth(self._fresh("score_growth", "score_spread:jump", layer, head).first)
-                if not _single(errors, layer, head):
-                    heads[head].update(sample.step, spread)
-                sample.company[layer][head][SLACKENING] = heads[head].slackening
-                sample.company[layer][head][SETTLED] = float(heads[head].settled)
+                growth = heads.get(head)
+                if growth is None:
+                    growth = heads[head] = Growth(self._fresh("score_growth", "score_spread:jump", layer, head).first)
+                if errors[head] is not None:
+                    growth.update(sample.step, spread)
+                company[head][SLACKENING] = growth.slackening
+                company[head][SETTLED] = float(growth.settled)
 
     def _beyond(self, rule: Rule, signal: Signal, sample: Sample) -> dict[int, set[int]]:
         """The heads that lie beyond the limit of one signal of one rule: layer -> heads."""
         memories = self._memory.setdefault(rule.name, {}).setdefault(signal.key, {})
-        errors = sample.errors.get(signal.quantity, {})
         result = {}
         for layer, row in sample.figures[signal.quantity].items():
             own = memories.setdefault(layer, {})
-            for head in range(len(row)):
-                if head not in own:
+            if len(own) < len(row):
+                for head in range(len(own), len(row)):
                     own[head] = (
                         HeadMemory() if signal.learning is None else self._fresh(rule.name, signal.key, layer, head)
                     )
-            result[layer] = {
-                head
-                for head, figure in enumerate(row)
-                if not (rule.sigmas and _single(errors, layer, head))
-                and is_beyond(rule, signal, own[head], figure, _error(errors, layer, head))
-                and rule.in_company(signal, sample.beside(layer, head))
-            }
-            if signal.crowd and len(result[layer]) < max(2.0, signal.crowd * len(row)):
-                result[layer] = set()
+            errors, company = sample.errors[signal.quantity][layer], sample.company[layer]
+            found = set()
+            for head, figure in enumerate(row):
+                error = errors[head]
+                if error is None:
+                    if rule.sigmas:
+                        continue
+                    error = 0.0
+                if is_beyond(rule, signal, own[head], figure, error) and rule.in_company(signal, company[head]):
+                    found.add(head)
+            crowded = not signal.crowd or len(found) >= max(2.0, signal.crowd * len(row))
+            result[layer] = found if crowded else set()
         return result
 
     def _watch(
-        self,
-        rule: Rule,
-        signal: Signal,
-        sample: Sample,
-        beyond: Mapping[int, Collection[int]],
-        troubled: Collection[_Place],
-        before: Starts,
+        self, rule: Rule, signal: Signal, sample: Sample, beyond: Mapping[int, Collection[int]], context: _Context
     ) -> tuple[_Found, _Found]:
-        """Step one signal of one rule over all heads: figure and memory of those that enter, and that leave.
-
-        ``troubled`` are heads that some rule warns of, ``before`` those under this rule's alarm.
-        """
+        """Step one signal of one rule over all heads: figure and memory of those that enter, and that leave."""
         memories = self._memory[rule.name][signal.key]
-        errors = sample.errors.get(signal.quantity, {})
+        alarms = self._alarms.setdefault(rule.name, {}).setdefault(signal.key, set())
+        learns = signal.learning is not None
         raised: _Found = {}
         ended: _Found = {}
         for layer, row in sample.figures[signal.quantity].items():
+            own, errors, company = memories[layer], sample.errors[signal.quantity][layer], sample.company[layer]
+            troubled, before, over = context.troubled.get(layer, ()), context.before.get(layer, {}), beyond[layer]
             for head, figure in enumerate(row):
-                if rule.sigmas and _single(errors, layer, head):
-                    continue
-                memory = memories[layer][head]
+                error = errors[head]
+                if error is None:
+                    if rule.sigmas:
+                        continue
+                    error = 0.0
+                memory = own[head]
+                learn = learns and head not in troubled and rule.may_learn(company[head])
                 change = advance(
                     rule,
                     signal,
                     memory,
                     figure,
-                    _error(errors, layer, head),
+                    error,
                     sample.step,
                     self.patience,
-                    beyond=head in beyond[layer],
-                    learn=signal.learning is not None
-                    and (layer, head) not in troubled
-                    and rule.may_learn(sample.beside(layer, head)),
+                    beyond=head in over,
+                    learn=learn,
                 )
                 if change == "raised":
-                    memory.alarm_since = before.get(layer, {}).get(head, sample.step)
-                if change:
-                    (raised if change == "raised" else ended).setdefault(layer, {})[head] = (float(figure), memory)
+                    memory.alarm_since = before.get(head, sample.step)
+                    alarms.add((layer, head))
+                    raised.setdefault(layer, {})[head] = (float(figure), memory)
+                elif change:
+                    alarms.discard((layer, head))
+                    ended.setdefault(layer, {})[head] = (float(figure), memory)
         return raised, ended
 
     def _fresh(self, rule: str, signal: str, layer: int, head: int) -> HeadMemory:
@@ -258,13 +273,11 @@ selects less. Also under alarm there: uniform_drift since step 100.
 
     def _alarmed(self, rule: str) -> Starts:
         result: Starts = {}
-        for layers in self._memory.get(rule, {}).values():
-            for layer, heads in layers.items():
-                for head, memory in heads.items():
-                    if memory.alarmed:
-                        since = 0 if memory.alarm_since is None else memory.alarm_since
-                        known = result.setdefault(layer, {})
-                        known[head] = min(since, known.get(head, since))
+        for signal, places in self._alarms.get(rule, {}).items():
+            for layer, head in places:
+                since = self._memory[rule][signal][layer][head].alarm_since or 0
+                known = result.setdefault(layer, {})
+                known[head] = min(since, known.get(head, since))
         return result
 
     def counts(self) -> dict[str, int]:
@@ -364,6 +377,13 @@ selects less. Also under alarm there: uniform_drift since step 100.
             ) from error
         self._raised, self._gathering, self._heads, self._paths = raised, gathering, heads, paths
         self._memory, self._growth, self._given = memory, growth, given
+        self._alarms = {
+            rule: {
+                signal: {(layer, head) for layer, heads in layers.items() for head, one in heads.items() if one.alarmed}
+                for signal, layers in signals.items()
+            }
+            for rule, signals in memory.items()
+        }
 
 
 def _without(told: Sequence[Told], known: Starts) -> list[Told]:
@@ -385,21 +405,6 @@ def _without(told: Sequence[Told], known: Starts) -> list[Told]:
         if layers:
             result.append(Told(one.signal, layers))
     return result
-
-
-def _places(heads: Mapping[int, Iterable[int]]) -> set[_Place]:
-    return {(layer, head) for layer, some in heads.items() for head in some}
-
-
-def _error(errors: Mapping[int, Sequence[float]], layer: int, head: int) -> float:
-    row = errors.get(layer, ())
-    return row[head] if head < len(row) and math.isfinite(row[head]) else 0.0
-
-
-def _single(errors: Mapping[int, Sequence[float]], layer: int, head: int) -> bool:
-    """Whether a figure has no standard error, which is that of a single row."""
-    row = errors.get(layer, ())
-    return head < len(row) and math.isnan(row[head])
 
 
 def _plain(memory: HeadMemory) -> dict[str, Any]:

@@ -23,19 +23,15 @@ class Sample:
     Attributes:
         step: Its optimizer step.
         figures: The sample's values, and beside them what is none of its quantities.
-        errors: Standard errors, of the same shape.
+        errors: Quantity -> layer -> per figure, its standard error; None for a figure from a single row, of which that
+            is not known.
         company: Layer -> per head, the figures that rules consult beside their own.
     """
 
     step: int
     figures: Figures
-    errors: Figures
+    errors: Mapping[str, Mapping[int, Sequence[float | None]]]
     company: Mapping[int, Sequence[dict[str, float]]]
-
-    def beside(self, layer: int, head: int) -> Mapping[str, float]:
-        """The company of a head."""
-        row = self.company.get(layer, ())
-        return row[head] if head < len(row) else {}
 
 
 def take_sample(
@@ -87,7 +83,21 @@ def take_sample(
         ]
         for layer, count in heads.items()
     }
-    return Sample(step, figures, errors, company)
+    noise = {
+        quantity: {layer: _noise(len(row), errors.get(quantity, {}).get(layer, ())) for layer, row in layers.items()}
+        for quantity, layers in figures.items()
+    }
+    for layers in figures.values():  # a layer may have a temperature and no head that was ever measured
+        for layer, row in layers.items():
+            company.setdefault(layer, []).extend({} for _ in range(len(row) - len(company.get(layer, ()))))
+    return Sample(step, figures, noise, company)
+
+
+def _noise(count: int, errors: Sequence[float]) -> list[float | None]:
+    found: list[float | None] = [
+        error if math.isfinite(error) else None if math.isnan(error) else 0.0 for error in errors[:count]
+    ]
+    return found + [0.0] * (count - len(found))
 
 
 def at(row: Sequence[float], head: int) -> float:

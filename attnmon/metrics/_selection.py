@@ -21,7 +21,7 @@ for float64 rows from the differences themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -44,6 +44,34 @@ _SUMMED = 4e-3
 _GATHERED = 64
 
 Points = Callable[[tuple[Tensor, ...], bool], Tensor]
+
+
+class _Sizes:
+    """What depends on the values of N alone. A tensor made of Python numbers takes as long as a pass over a block.
+
+    Attributes:
+        sizes: N, (K,).
+        which_n: Which N an entry belongs to, (S,) int64. Entries are the selected keys of each N, one N after another.
+        ranks: The rank of an entry's key, (S,) int64.
+        starts: Place of the first entry of each N, (K,) int64.
+        belongs: 1.0 where an entry belongs to an N, (S, K).
+        member: 1.0 where the key of a rank belongs to I_N, (K, max N).
+    """
+
+    def __init__(self, top_n: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        counts = torch.tensor(top_n, device=device)
+        self.sizes = counts.to(dtype)
+        self.which_n = torch.arange(len(top_n), device=device).repeat_interleave(counts)
+        self.starts = counts.cumsum(0) - counts
+        self.ranks = torch.arange(len(self.which_n), device=device) - self.starts[self.which_n]
+        self.belongs = torch.nn.functional.one_hot(self.which_n, len(top_n)).to(dtype)
+        self.member = (torch.arange(max(top_n), device=device) < counts[:, None]).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _sizes_of(top_n: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Sizes:
+    with torch.inference_mode(False):  # they outlive the mode that they were first wanted in
+        return _Sizes(top_n, dtype, device)
 
 
 def _unit_roundoff(dtype: torch.dtype) -> float:
@@ -113,9 +141,14 @@ class _Block:
 
     # Per N: (G, R, K) of something (G, R), or (1, 1, K).
     @cached_property
+    def of_sizes(self) -> _Sizes:
+        """What depends on the values of N alone."""
+        return _sizes_of(self.top_n, self.weights.dtype, self.weights.device)
+
+    @property
     def sizes(self) -> Tensor:
         """N, (K,)."""
-        return self.weights.new_tensor(self.top_n)
+        return self.of_sizes.sizes
 
     @cached_property
     def defined(self) -> Tensor:
@@ -142,27 +175,29 @@ class _Block:
         """The largest weight that is not selected, (G, R, K)."""
         return self.ranked[0][..., list(self.top_n)].clamp_min(0)
 
-    @cached_property
+    @property
     def member(self) -> Tensor:
         """1.0 where the key of this rank belongs to I_N, (K, max N)."""
-        ranks = torch.arange(max(self.top_n), device=self.weights.device)
-        return (ranks < self.sizes[:, None]).to(self.weights.dtype)
+        return self.of_sizes.member
 
     # Per N and selected key: S = sum of all N entries, those of the first N first.
-    @cached_property
+    @property
     def which_n(self) -> Tensor:
         """Which N an entry belongs to, (S,)."""
-        return torch.arange(len(self.top_n), device=self.weights.device).repeat_interleave(
-            torch.tensor(self.top_n, device=self.weights.device)
-        )
+        return self.of_sizes.which_n
 
     def of_ranks(self, ranked: Tensor) -> Tensor:
         """Something of the ranked keys, (G, R, max N), for each entry, (G, R, S)."""
-        return torch.cat([ranked[..., :size] for size in self.top_n], -1)
+        return ranked.index_select(-1, self.of_sizes.ranks)
 
     def of_n(self, per_n: Tensor) -> Tensor:
         """Something per N, (..., K), for each entry, (..., S)."""
         return per_n.index_select(-1, self.which_n)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where the key of an entry lies in an array (G, R, K n), (G, R, S)."""
+        return self.of_ranks(self.order) + self.which_n * self.n
 
     def entries(self, each: Tensor) -> tuple[Tensor, ...]:
         """The entries of each N apart, (G, R, N)."""
@@ -171,7 +206,7 @@ class _Block:
 
     def count_entries(self, marks: Tensor) -> Tensor:
         """Sum over the entries of each N of what is 0.0 or 1.0, (G, R, K)."""
-        return torch.stack([part.sum(-1) for part in self.entries(marks)], -1)
+        return marks @ self.of_sizes.belongs  # sums of few ones are exact in any precision
 
     @cached_property
     def points(self) -> Tensor:
@@ -230,9 +265,9 @@ class _Block:
         if self.shown is not None:  # far beyond any key, and finite, so that a later product with 0 is 0
             own[..., self.ragged].add_((1 - self.shown[..., self.ragged]).mul_(self.far))
         torch.addcmul(own[:, :, None], excess, weights[:, :, None], out=excess)
-        selected = excess.view(g, r, k * n).gather(-1, self.of_ranks(self.order) + self.which_n * n)
-        for column, size in enumerate(self.top_n):
-            excess[:, :, column].scatter_(-1, self.order[..., :size], self.far)
+        flat = excess.view(g, r, k * n)
+        selected = flat.gather(-1, self.places)
+        flat.scatter_(-1, self.places, self.far)
         return excess, selected
 
     @cached_property
@@ -365,8 +400,7 @@ def _norm_sum(
         squared = squared.add_(extra)
     squared = squared.sqrt_()
     if far:
-        for column, size in enumerate(block.top_n):
-            squared[:, :, column].scatter_(-1, block.order[..., :size], 0.0)
+        squared.view(*squared.shape[:2], -1).scatter_(-1, block.places, 0.0)
     if block.shown is not None:
         squared[..., block.ragged].mul_(block.shown[:, :, None, block.ragged])
     return squared.sum(-1), least.clamp_min(0).sqrt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def _spectral(
     active = ~(settled & (leaders[..., -1] <= math.sqrt(eps) / 2 * root))
     total, square = torch.ones_like(root), torch.ones_like(root)
     for _ in range(iterations):
-        if not _sum_terms(rest, root, active, total, square, scratch):
+        if not _sum_terms(rest, root, active.clone(), total, square, scratch):
             break
         new, bend = _full_step(root, total, square, leaders, second)
         settled = _settled(new - root, bend, new)
@@ -99,7 +100,8 @@ def _sum_terms(
 ) -> bool:
     """Sum and sum of squares over all keys of ``t = p / (x - p)`` for the `active` rows; False if there is none.
 
-    Those of other rows may be left as they were. One temperature after the other stays in the cache.
+    Those of other rows may be left as they were. Overwrites `active`. Of many rows one temperature after the other is
+    taken, which stays in the cache; few are picked out of all together.
     """
     sizes = [block.shape[1] for block in rest]
     parts = zip(rest, *(tensor.split(sizes, 1) for tensor in (root, active, total, square)), strict=True)
@@ -109,21 +111,23 @@ def _sum_terms(
         # Finding the rows would make the host wait for another device.
         counts = wanted.sum(-1).tolist() if block.device.type == "cpu" else [rows] * len(block)
         any_active |= any(counts)
-        for column, count in enumerate(counts):
-            part = block[column]
+        columns = zip(counts, block.unbind(), x[..., None].unbind(), sums.unbind(), squares.unbind(), strict=True)
+        few = False
+        for column, (count, part, root_of, sum_of, square_of) in enumerate(columns):
             if 2 * count > rows:  # to pick them would cost more than to go on with all
-                terms = torch.sub(x[column][:, None], part, out=scratch.take("terms", *part.shape, like=part))
+                terms = torch.sub(root_of, part, out=scratch.take("terms", *part.shape, like=part))
                 torch.div(part, terms, out=terms)
-                torch.sum(terms, -1, out=sums[column])
-                torch.linalg.vector_norm(terms, dim=-1, out=squares[column])
-                squares[column].square_()
-            elif count:
-                index = wanted[column].nonzero().squeeze(-1)
-                part = part.index_select(0, index)
-                terms = torch.sub(x[column].index_select(0, index)[:, None], part)
-                torch.div(part, terms, out=terms)
-                sums[column].index_copy_(0, index, terms.sum(-1))
-                squares[column].index_copy_(0, index, torch.linalg.vector_norm(terms, dim=-1).square_())
+                torch.sum(terms, -1, out=sum_of)
+                torch.linalg.vector_norm(terms, dim=-1, out=square_of).square_()
+                wanted[column] = False  # done
+            few |= 0 < 2 * count <= rows
+        if few:
+            index = tuple(wanted.nonzero().unbind(-1))
+            part = block[index]
+            terms = torch.sub(x[index][:, None], part)
+            torch.div(part, terms, out=terms)
+            sums[index] = terms.sum(-1)
+            squares[index] = torch.linalg.vector_norm(terms, dim=-1).square_()
     return any_active
 
 
@@ -168,10 +172,11 @@ class _Jacobian:
         gaps.scatter_(-1, order[:, :1], -torch.inf)
         rest = scratch.take(f"rest {len(self._rest)}", len(self._temperatures), *gaps.shape, like=gaps)
         first, square = rest.new_empty(2, *rest.shape[:-1])
-        for column, temperature in enumerate(self._temperatures):  # one at a time stays in the cache
-            part = torch.div(gaps, temperature, out=rest[column]).clamp_(min=_cut(gaps.dtype)).exp_()
-            torch.sum(part, -1, out=first[column])
-            torch.linalg.vector_norm(part, dim=-1, out=square[column])
+        columns = zip(self._temperatures, rest.unbind(), first.unbind(), square.unbind(), strict=True)
+        for temperature, part, sum_of, norm_of in columns:  # one at a time stays in the cache
+            torch.div(gaps, temperature, out=part).clamp_(min=_cut(gaps.dtype)).exp_()
+            torch.sum(part, -1, out=sum_of)
+            torch.linalg.vector_norm(part, dim=-1, out=norm_of)
         sums = [first, square]
         if "frobenius" in self._norms:
             sums.append((rest * rest).mul_(rest).sum(-1))
@@ -186,7 +191,7 @@ class _Jacobian:
         first, square, *cube = (_joined(parts, 1) for parts in zip(*self._sums, strict=True))
         square = square.square()
         leaders = top - top[:, 1:2].clamp_min(torch.finfo(top.dtype).min)  # s_(1) - s_(2), 0, ...
-        scale = top.new_tensor(self._temperatures)[:, None]
+        scale = _scale(self._temperatures, top.dtype, top.device)
         second = (-leaders[:, 0] / scale).exp_()  # the second largest weight over the largest
         z = 1 + second * first
         out: dict[str, Tensor] = {}
@@ -213,6 +218,13 @@ def _cut(dtype: torch.dtype) -> float:
     least 1; it is kept above where its cube is subnormal, which would be many times slower.
     """
     return 0.33 * math.log(torch.finfo(dtype).tiny)
+
+
+@lru_cache(maxsize=64)
+def _scale(temperatures: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(T, 1). A tensor made of Python numbers takes as long as a pass over a block."""
+    with torch.inference_mode(False):
+        return torch.tensor(temperatures, dtype=dtype, device=device)[:, None]
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

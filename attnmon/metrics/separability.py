@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -125,43 +124,51 @@ def _settle_contenders(block: _Block, nearer: Tensor, unsure: Tensor, open_: Ten
         (G, R, K) bool, the rows that float64 leaves undecided, or that have too many contenders for it to be quick.
     """
     rows = unsure.nonzero()
-    index = tuple(rows.unbind(-1))
+    index = g, r, k = rows.unbind(-1)
+    # Places in arrays whose leading dimensions are (G, R) and (G, R, K): one index is looked up faster than several.
+    per_row = g * unsure.shape[1] + r
+    per_n = per_row * unsure.shape[2] + k
+    n, d = block.n, block.group.vectors.shape[-1]
+
+    def take(values: Tensor, at: Tensor, dims: int) -> Tensor:
+        return values.flatten(0, dims - 1).index_select(0, at)
+
     # The entries of the rows' own N, (m, max N); what is behind them is masked.
-    member = block.member[index[2]]
-    starts = rows.new_tensor([0, *accumulate(block.top_n[:-1])])
-    entry = (starts[index[2]][:, None] + torch.arange(member.shape[-1], device=rows.device)).clamp_max(
+    member = block.member.index_select(0, k)
+    entry = (block.of_sizes.starts[k, None] + torch.arange(member.shape[-1], device=rows.device)).clamp_max(
         open_.shape[-1] - 1
     )
-    e = block.selected_excess[index[:2]].gather(-1, entry)
-    open_ = (open_[index[:2]].gather(-1, entry) * member).bool()
-    least = block.least_excess[index][:, None]
-    rivals = block.excess[index] <= least + 2 * slack[index][:, None]
+    e = take(block.selected_excess, per_row, 2).gather(-1, entry)
+    open_ = (take(open_, per_row, 2).gather(-1, entry) * member).bool()
+    least = take(block.least_excess, per_n, 3)[:, None]
+    rivals = take(block.excess, per_n, 3) <= least + 2 * take(slack, per_n, 3)[:, None]
     own, rank = open_.nonzero().unbind(-1)
     row, other = rivals.nonzero().unbind(-1)
-    d = block.group.vectors.shape[-1]
     if (len(own) + len(row)) * d > _block_elements(e.device, torch.float64):
         return unsure
     at = torch.cat([own, row])
-    g, r = index[0][at], index[1][at]
-    key = torch.cat([block.order[index[0][own], index[1][own], rank], other])
-    a, x = block.weights[g, r, key].double(), block.group.vectors[g, key].double()
-    points = block.exact_points(index, False)
+    most = block.order.shape[-1]
+    mine = block.order.flatten().take(per_row.index_select(0, own) * most + rank)
+    key = torch.cat([mine, other])
+    a = block.weights.flatten().take(per_row.index_select(0, at) * n + key).double()
+    x = block.group.vectors[g.index_select(0, at), key].double()
+    points = block.exact_points(index, False).index_select(0, at)
     square = (x * x).sum(-1)
-    exact = a * (a * square - 2 * (x * points[at]).sum(-1))
+    exact = a * (a * square - 2 * (x * points).sum(-1))
     length = a * square.sqrt()
-    reach = block.reach[index].double()[at] * (1 + 2.0**-16)  # it was rounded itself
+    reach = take(block.reach, per_n, 3).index_select(0, at).double() * (1 + 2.0**-16)  # it was rounded itself
     unit = _unit_roundoff(torch.float64) * (d + 16 + max(block.top_n))
     doubt = unit * length * (length + 2 * reach)
-    low, high = (torch.full((len(rows),), torch.inf, dtype=exact.dtype, device=e.device) for _ in range(2))
-    mine, theirs = slice(len(own)), slice(len(own), None)
-    low.scatter_reduce_(0, row, (exact - doubt)[theirs], "amin")
-    high.scatter_reduce_(0, row, (exact + doubt)[theirs], "amin")
-    below = (exact + doubt)[mine] < low[own]
-    undecided = ~below & ((exact - doubt)[mine] < high[own])
+    below, above = exact - doubt, exact + doubt
+    low, high = torch.full((2, len(rows)), torch.inf, dtype=exact.dtype, device=e.device)
+    low.scatter_reduce_(0, row, below[len(own) :], "amin")
+    high.scatter_reduce_(0, row, above[len(own) :], "amin")
+    nearest = above[: len(own)] < low.index_select(0, own)
+    undecided = ~nearest & (below[: len(own)] < high.index_select(0, own))
     certain = _count((e < least) & member.bool() & ~open_, e)
-    nearer[index] = certain.index_add_(0, own, below.to(e.dtype))
+    nearer[index] = certain.index_add_(0, own, nearest.to(e.dtype))
     left = torch.zeros_like(unsure)
-    left[tuple(rows[own[undecided]].unbind(-1))] = True
+    left.view(-1)[per_n.index_select(0, own[undecided])] = True
     return left
 
 
