@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from attnmon.masks import distinct, hides
 from attnmon.metrics.entropy import ENTROPY_STATISTICS, MIN_KEYS, _normalized, _share
+from attnmon.scratch import Scratch
 from attnmon.types import AttentionCall
 
 __all__ = ["BASES", "covers", "fused_rows"]
@@ -87,7 +88,7 @@ def covers(call: AttentionCall, bases: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def fused_rows(call: AttentionCall, bases: Iterable[str]) -> dict[str, Tensor] | None:
+def fused_rows(call: AttentionCall, bases: Iterable[str], scratch: Scratch | None = None) -> dict[str, Tensor] | None:
     """Measures every row of a call, with memory linear in the lengths.
 
     The figures are those of `attnmon.metrics` of the same names on the rows of `attnmon.rows.all_rows`, to a few 1e-6
@@ -102,6 +103,7 @@ def fused_rows(call: AttentionCall, bases: Iterable[str]) -> dict[str, Tensor] |
     Args:
         call: The call.
         bases: Names without arguments, out of `BASES`.
+        scratch: Memory for a copy of the keys, which the next call uses again; None: each takes its own.
 
     Returns:
         Each name to ``(batch, num_heads, q_len)``, float32 (float64 if the query is), on the device of the call: nats,
@@ -121,7 +123,7 @@ def fused_rows(call: AttentionCall, bases: Iterable[str]) -> dict[str, Tensor] |
     if not _expressible(call, frozenset(names)):
         return None
     with torch.autocast(call.query.device.type, enabled=False):
-        found = _Walk(call, frozenset(names)).figures()
+        found = _Walk(call, frozenset(names), scratch or Scratch()).figures()
     return None if found is None else {name: found[name].flatten(1, 2) for name in names}
 
 
@@ -135,7 +137,8 @@ class _Walk:
     Heads are grouped by the key head they read: what is kept per row is ``(batch, num_kv_heads, group, q_len)``.
     """
 
-    def __init__(self, call: AttentionCall, wanted: frozenset[str]) -> None:
+    def __init__(self, call: AttentionCall, wanted: frozenset[str], scratch: Scratch) -> None:
+        self.scratch = scratch
         batch, heads, q_len, _ = call.query.shape
         kv_heads, self.kv_len = call.key.shape[1:3]
         self.device = call.query.device
@@ -241,7 +244,8 @@ class _Walk:
         pilot = self.query[:, :, :, place].flatten(2, 3) * self.scale
         mean, lse = _attend(pilot, self.key, None, False)  # future and hidden keys do no harm: any shift is right
         shift = mean.mean(2, keepdim=True)
-        key = (self.key - shift).mul_(self.scale)
+        room = self.scratch.take("shifted keys", *self.key.shape, like=self.key)
+        key = torch.sub(self.key, shift, out=room).mul_(self.scale)
         widest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
         size = self.size[:, :, :, place].flatten(2, 3)
         lse = lse - (pilot * shift).sum(-1)

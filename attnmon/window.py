@@ -64,6 +64,7 @@ class Window:
         self.not_measured: dict[str, str] = {}
         self.rerun = False
         self._measurer = Measurer(options.columns, sampler.generator)
+        self._checked = RowSampler(_CHECKED_ROWS, sampler.sequences, "agreement")
         self._wanted = wanted
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
         context = {"labels"} if options.tokens == "labelled" else set()
@@ -180,7 +181,7 @@ class Window:
         bases = [column.base for column in self.options.columns]
         if not set(bases) <= fused.BASES:
             return False
-        found = fused.fused_rows(call, bases)
+        found = fused.fused_rows(call, bases, self._measurer.scratch)
         if found is None:
             return False
         batch, _, q_len, _ = call.query.shape
@@ -188,7 +189,7 @@ class Window:
         sums.add_rows(torch.stack([found[base] for base in bases]), weight)
         mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
         if call.output is not None:  # some rows are enough to tell whether the arguments explain it
-            for rows in row_batches(call, RowSampler(_CHECKED_ROWS, batch, "agreement")):
+            for rows in row_batches(call, self._checked):
                 mismatch |= disagrees(call.output, rows, masked_softmax(rows.logits, rows.mask))
         nothing = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
         sums.add_call(nothing, mismatch, _padding(call), call.temperature)
