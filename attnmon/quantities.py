@@ -221,7 +221,9 @@ class Measurer:
                 if carried is None and vectors is not None and self._sizes:
                     whole = vectors.expand(-1, batch.logits.shape[1], -1, -1).flatten(0, 1)
                     carried = Carried(whole, self.scratch)
-                weights = figures.add(batch.logits.flatten(0, 1), batch.mask.flatten(0, 1), carried)
+                weights = figures.add(
+                    batch.logits.flatten(0, 1), batch.mask.flatten(0, 1), carried, finite=batch.all_finite
+                )
                 if weights is not None:
                     waiting.append(self._wait(batch, weights.view(batch.logits.shape), temperature, vectors))
                     if figures.held >= _HELD:

@@ -144,12 +144,14 @@ class RowBatch(Rows):
         mask: Same shape, True = visible.
         all_values: ``(batch, num_kv_heads, kv_len, v_head_dim)`` of all keys of the call; chunks of the same sequences
             have the same tensor.
+        all_finite: True if all logits are known to be finite, those at hidden keys among them.
     """
 
     logits: Tensor
     scores: Tensor
     mask: Tensor
     all_values: Tensor
+    all_finite: bool = False
 
     @property
     def values(self) -> Tensor:
@@ -299,7 +301,9 @@ def _rows_at(
         shown = (shown.repeat(1, 1, group, 1) if group > 1 else shown).expand(batch, kv_heads, group * rows, n)
     else:
         shown = visible.expand(batch, heads, rows, n).reshape(batch, kv_heads, group * rows, n)
-    if logits.device.type == "cpu" and bool(logits.sum().isfinite()):  # a sum is far faster there than a look at each
+    # a sum is far faster there than a look at each
+    all_finite = logits.device.type == "cpu" and bool(logits.sum().isfinite())
+    if all_finite:
         finite = torch.ones(batch, heads, rows, dtype=torch.bool)
     else:
         finite = (torch.isfinite(logits) | ~visible).all(dim=-1)
@@ -316,4 +320,5 @@ def _rows_at(
         weight=weight,
         finite=finite,
         num_heads=heads,
+        all_finite=all_finite,
     )

@@ -251,7 +251,7 @@ class _Block:
     @cached_property
     def reach(self) -> Tensor:
         """``sum_{I_N} a_j ||x_j||``, (G, R, K): what the rounding of s_N is measured against."""
-        return self.lengths.cumsum(-1)[..., [size - 1 for size in self.top_n]]
+        return self.lengths @ self.member.mT
 
     @cached_property
     def _excess(self) -> tuple[Tensor, Tensor]:

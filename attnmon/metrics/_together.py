@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmon.masks import distinct
 from attnmon.metrics._group import _Group
-from attnmon.metrics._selection import _Block, _top_keys
+from attnmon.metrics._selection import _Block, _sizes_of, _top_keys
 from attnmon.metrics.distance import TopNDistances, _distance_update
 from attnmon.metrics.entropy import ENTROPY_STATISTICS, _statistics
 from attnmon.metrics.jacobian import LEADERS, _Jacobian
@@ -86,13 +86,14 @@ class RowFigures:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
-    def add(self, logits: Tensor, mask: Tensor, carried: Carried | None) -> Tensor | None:
+    def add(self, logits: Tensor, mask: Tensor, carried: Carried | None, *, finite: bool = False) -> Tensor | None:
         """Add a block of rows.
 
         Args:
             logits: ``(groups, rows, n)``, float32, contiguous, on a CPU: the scaled scores. Overwritten.
             mask: ``(groups, rows, n)`` bool, True = visible.
             carried: The vectors of at least these n keys; None if no top-N quantity is wanted.
+            finite: All scores are known to be finite.
 
         Returns:
             The weights, ``(groups, rows, n)``, which the next block overwrites; `logits` are -inf at hidden keys then.
@@ -107,7 +108,7 @@ class RowFigures:
         ragged = slice(n if bool(seen.all()) else int(seen.to(torch.uint8).argmin()), None)
         shown = shown.to(logits.dtype)
         count = shown.sum(-1)
-        if not bool(logits.sum().isfinite()) or not bool((count > 0).all()):
+        if not (finite or bool(logits.sum().isfinite())) or not bool((count > 0).all()):
             return None
         part, hidden = shown[..., ragged], 1 - shown[..., ragged]
 
@@ -181,7 +182,7 @@ class RowFigures:
         if self._entropy:
             out |= _statistics(0.0 - parts.pop("entropy"), count)
         if any(name in parts for name in self._selected):
-            undefined = count[..., None] <= count.new_tensor(self._top_n)
+            undefined = count[..., None] <= _sizes_of(self._top_n, count.dtype, count.device).sizes
             out |= {name: parts.pop(name).masked_fill_(undefined, torch.nan) for name in self._selected}
         if self._norms:
             for name, value in self._jacobian.finish().items():  # (T, groups * rows of each block)
