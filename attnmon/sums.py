@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -90,8 +91,8 @@ class Figures:
         variance = (wx2 / w - means * means).clamp_min(0.0) * used / (used - 1)
         errors = torch.where((used < 2) | (w <= 0), torch.nan, (variance * w2).sqrt() / w)
         return cls(
-            means=means.tolist(),
-            errors=errors.tolist(),
+            means=_plain(means),
+            errors=_plain(errors),
             used=used.long().tolist(),
             skipped=skipped.long().tolist(),
             nonfinite=[int(head[0]) for head in extra],
@@ -99,3 +100,8 @@ class Figures:
             padding=int(extra[0][2]),
             temperature=extra[0][3] / calls,
         )
+
+
+def _plain(figures: Tensor) -> list[list[float]]:
+    """As Python numbers; there is one NaN only, so that equal figures compare as equal."""
+    return [[math.nan if math.isnan(value) else value for value in row] for row in figures.tolist()]
