@@ -86,7 +86,7 @@ def write_run(
     """A run's event file, warnings and all."""
     mine = writer or SummaryWriter(folder)
     tab = TabWriter(mine, prefix)
-    growth, rise = ScoreGrowth(spread=10.0), EntropyRise(severity="warn")
+    growth, rise = ScoreGrowth(spread=10.0, jump=99.0), EntropyRise(severity="warn")
     rules = AlertRules(entropy_rise=rise, score_growth=growth, uniform_drift=None, not_measured=None)
     engine = AlertEngine(rules)
     for step in steps:
