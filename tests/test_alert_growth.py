@@ -178,6 +178,11 @@ class TestAfterAFailure:
         assert learned["entropy_normalized"] == pytest.approx(0.97)
         assert learned["score_spread:sudden"] == pytest.approx(0.6)
 
+    def test_an_alarm_ends_for_a_head_that_lives_near_the_limit(self):
+        found = self.said([8.1] * 12 + [60.0] * 4 + [8.2] * 4, [0.115] * 12 + [0.001] * 4 + [0.076] * 4)
+        assert {rule for _, rule, ended in found if not ended} == {"score_growth", "entropy_collapse"}
+        assert {rule for _, rule, ended in found if ended} == {"score_growth", "entropy_collapse"}
+
 
 class TestSingleRows:
     def test_count_for_nothing_that_asks_for_noise(self):
@@ -203,7 +208,9 @@ class TestWords:
         assert set(found) == {"score_growth", "sharp_temperature"}
         assert "Also under alarm there: sharp_temperature since step 4." in found["score_growth"].summary
         assert "the former temperature, T = 8 (a scale of 0.125)" in found["sharp_temperature"].remedy
-        assert found["score_growth"].remedy.startswith("it came at once, so look at what was changed")
+        assert found["score_growth"].remedy.startswith(
+            "that of sharp_temperature first, which may be the cause; else it came at once, so look at what was changed"
+        )
         for step in (5, 6):
             found = {alert.rule: alert for alert in engine.update(step, values, temperatures={0: 0.4})}
         assert "Also under alarm there: score_growth since step 4, sharp_temperature since" in (
@@ -217,8 +224,12 @@ class TestWords:
         bad = {1: [0, 7], 2: [64, 64]}
         (alert,) = engine.update(0, values, layers=layers, nonfinite=bad)
         assert "Look first at head 1 of layer 1 (h.1.attn), which is called before the others." in alert.summary
-        (alert,) = AlertEngine().update(0, values, layers=layers, nonfinite={1: [0, 7]})
+        later = AlertEngine()
+        (alert,) = later.update(0, values, layers=layers, nonfinite={1: [0, 7]})
         assert "Look first" not in alert.summary
+        everywhere = {layer: [64, 64] for layer in layers}  # by way of the loss
+        (alert,) = later.update(5, values, layers=layers, nonfinite=everywhere)
+        assert "It began at step 0, with head 1 of layer 1 (h.1.attn): look there first." in alert.summary
 
     def test_a_layer_that_went_flat_before_it_learned_wants_a_warm_up(self):
         engine, found = AlertEngine(), []

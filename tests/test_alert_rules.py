@@ -99,7 +99,8 @@ def test_uniform_drift_of_a_temperature_that_was_raised():
     hot = [8.0] * 4 + [25.0] * 3
     assert heard(DRIFT, temperature=hot + [13.0] * 3, entropy=0.99) == ([4], [9])  # ends below 8 * sqrt(3) = 13.9
     assert heard(DRIFT, temperature=hot + [14.0] * 9, entropy=0.99) == ([4], [])
-    assert heard(DRIFT, temperature=hot, entropy=0.9) == ([], [])
+    assert heard(DRIFT, temperature=hot, entropy=0.86) == ([4], [])
+    assert heard(DRIFT, temperature=hot, entropy=0.84) == ([], [])
     assert heard(DRIFT, temperature=[8.0] * 4 + [23.0] * 3, entropy=0.99) == ([], [])  # not three times the baseline
     assert heard(DRIFT, temperature=[8.0 * 1.3**index for index in range(20)], entropy=0.99) == ([], [])  # goes along
     assert heard(DRIFT, temperature=[800.0] * 4, entropy=0.99) == ([], [])  # from the start

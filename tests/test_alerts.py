@@ -192,7 +192,7 @@ def test_score_growth_at_one_sample():
     assert run(only(ScoreGrowth()), "score_spread", [9.0, 12.6, 14.99, 15.0, 16.0]) == [3]
     assert run(only(ScoreGrowth()), "score_max", [40.0, 99.9, 100.0]) == [2]
     assert run(only(ScoreGrowth()), "score_spread", [15.5] * 5, error=0.2) == []
-    assert run(only(ScoreGrowth()), "score_spread", [16.0] + [9.0] * 5 + [16.0] + [7.0] * 3 + [16.0]) == [0, 10]
+    assert run(only(ScoreGrowth()), "score_spread", [16.0] + [11.0] * 5 + [16.0] + [7.0] * 3 + [16.0]) == [0, 10]
 
 
 def test_score_growth_does_not_repeat_a_head_for_its_second_figure():

@@ -184,6 +184,7 @@ class Rule:
     remedy: ClassVar[str]
     counts_scatter: ClassVar[bool] = True
     at_the_limit: ClassVar[bool] = True  # whether a figure at a level itself counts
+    explained_by: ClassVar[str] = ""  # the rule that names the cause, if it warns of the same heads
     spreads: ClassVar[bool] = False  # whether trouble in a head reaches every layer behind it
 
     def __post_init__(self) -> None:

@@ -63,22 +63,31 @@ def raised_alert(
         f"{' and '.join(figures_text(part, new) for part in evidence)} "
         f"{f'for {samples} samples, since step {since}' if samples > 1 else f'at step {step}'}"
         f"{f' ({under} heads under this alarm now)' if under > new else ''}; {rule.meaning}."
-        f"{_origin(places, layers) if rule.spreads else ''}{_also(rule, places, others)}"
+        f"{_origin(step, layers, alarmed) if rule.spreads else ''}{_also(rule, places, others)}"
     )
     remedy = rule.remedy_of(
         {one.signal: [memory for heads in one.heads.values() for _, memory in heads.values()] for one in told}
     )
+    if _starts(places, others.get(rule.explained_by, {})):
+        remedy = f"that of {rule.explained_by} first, which may be the cause; else {remedy}"
     return _alert(rule, step, evidence, layers, prefix, since=since, samples=samples, summary=summary, remedy=remedy)
 
 
-def _origin(places: Mapping[int, Sequence[int]], layers: Mapping[int, str]) -> str:
-    """Where trouble began that reaches every layer behind; layers are numbered as the model calls them."""
-    if len(places) < 2:
+def _origin(step: int, layers: Mapping[int, str], alarmed: Mapping[int, Mapping[int, int]]) -> str:
+    """Where trouble began that reaches every layer behind, and with a step of the optimizer all others, too."""
+    starts: dict[tuple[int, int], list[int]] = {}
+    for layer, heads in alarmed.items():
+        for head, since in heads.items():
+            starts.setdefault((since, layer), []).append(head)
+    if len(starts) < 2:
         return ""
-    first = min(places)
-    path = f" ({layers[first]})" if layers.get(first) else ""
-    heads = f"head{'s' if len(places[first]) > 1 else ''} {', '.join(map(str, places[first]))}"
-    return f" Look first at {heads} of layer {first}{path}, which is called before the others."
+    since, layer = min(starts)  # layers are numbered as the model calls them
+    names = sorted(starts[since, layer])
+    where = f"head{'s' if len(names) > 1 else ''} {', '.join(map(str, names))} of layer {layer}"
+    where += f" ({layers[layer]})" if layers.get(layer) else ""
+    if since < step:
+        return f" It began at step {since}, with {where}: look there first."
+    return f" Look first at {where}, which is called before the others."
 
 
 def _also(
@@ -87,10 +96,14 @@ def _also(
     """Other warnings about the same heads: one cause may have several signs."""
     found = []
     for name, layers in others.items():
-        starts = [layers[layer][head] for layer in layers for head in layers[layer] if head in places.get(layer, ())]
+        starts = _starts(places, layers)
         if starts and name != rule.name:
             found.append(f"{name} since step {min(starts)}")
     return f" Also under alarm there: {', '.join(found)}." if found else ""
+
+
+def _starts(places: Mapping[int, Sequence[int]], alarmed: Mapping[int, Mapping[int, int]]) -> list[int]:
+    return [since for layer, heads in alarmed.items() for head, since in heads.items() if head in places.get(layer, ())]
 
 
 def recovered_alert(

@@ -66,6 +66,7 @@ class EntropyCollapse(BaselineRule):
     slackening: float = 1.15
 
     name: ClassVar[str] = "entropy_collapse"
+    explained_by: ClassVar[str] = "sharp_temperature"
     title: ClassVar[str] = "entropy collapse"
     meaning: ClassVar[str] = "attention locks onto single keys and its gradient vanishes; training tends to diverge"
     remedy: ClassVar[str] = (
@@ -91,7 +92,9 @@ class EntropyCollapse(BaselineRule):
 
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
-        return min(self.level, baseline * (1.0 - self.share)), self.leave
+        enter = min(self.level, baseline * (1.0 - self.share))
+        # Back at the leave level, or a quarter of the way back to a baseline that lies near it
+        return enter, min(self.leave, enter + 0.25 * (baseline - enter))
 
     def in_company(self, signal: Signal, figures: Mapping[str, float]) -> bool:
         """See `Rule.in_company`."""
@@ -129,8 +132,8 @@ class ScoreGrowth(BaselineRule):
         learn_better: See `BaselineRule`.
         learn_worse: See `BaselineRule`.
         spread: Score spread from which a sample of any head counts.
-        leave_spread: The alarm ends below it.
-        crowd_spread: Score spread from which a sample counts where half of the layer is there.
+        leave_spread: The alarm ends below it. Healthy heads come to 8.
+        crowd_spread: Score spread from which a sample counts where half of the layer is there; ends at nine tenths.
         jump: Factor on the baseline that is a jump.
         jump_spread: Least score spread after a jump.
         slope: Factor on the baseline that is a steep slope.
@@ -145,7 +148,7 @@ class ScoreGrowth(BaselineRule):
     learn_better: float = 0.1
     learn_worse: float = 0.1
     spread: float = 15.0
-    leave_spread: float = 8.0
+    leave_spread: float = 10.0
     crowd_spread: float = 10.0
     jump: float = 3.0
     jump_spread: float = 6.0
@@ -157,8 +160,9 @@ class ScoreGrowth(BaselineRule):
     slackening: float = 1.15
 
     name: ClassVar[str] = "score_growth"
+    explained_by: ClassVar[str] = "sharp_temperature"
     title: ClassVar[str] = "attention scores too large"
-    meaning: ClassVar[str] = "queries and keys grow; entropy collapse and instability follow"
+    meaning: ClassVar[str] = "queries and keys grew, or the scale did; entropy collapse and instability follow"
     remedy: ClassVar[str] = (
         "a lower learning rate or a longer warm-up (for the query and key projections first); QK-norm, QK-clip or "
         "sigmaReparam to bound the scores"
@@ -176,7 +180,6 @@ class ScoreGrowth(BaselineRule):
         check_whole(self.name, "slope_wait", self.slope_wait, 0, "It is a number of samples.")
         _check_slackening(self.name, self.slackening)
         check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread)
-        check_order(self.name, "leave_spread", self.leave_spread, "crowd_spread", self.crowd_spread)
         check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest)
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
@@ -215,7 +218,7 @@ class ScoreGrowth(BaselineRule):
             enter = max(factor * baseline, least)
             return enter, min(self.leave_spread, 0.5 * (enter + baseline))
         enter = self.spread if not signal.way else min(self.crowd_spread, self.spread)
-        return enter, min(self.leave_spread, 0.8 * enter) if signal.way else self.leave_spread
+        return enter, min(self.leave_spread, 0.9 * enter) if signal.way else self.leave_spread
 
     def limit_text(self, signal: Signal) -> str:
         """See `Rule.limit_text`."""

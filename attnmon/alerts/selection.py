@@ -97,7 +97,7 @@ class UniformDrift(BaselineRule):
     - **crowd**: half of a layer's heads come to ``crowd_share`` of their baselines, and to ``crowd_entropy``.
     - **flat**: half of a layer's heads come to ``flat_share`` of their very first spread within three samples, and stay
       there for ``flat_patience``: the layer is dead before it has learned anything, as in post-norm without warm-up.
-    - **hotter**: the model's own temperature has risen by that factor, and the entropy with it.
+    - **hotter**: the model's own temperature has risen by that factor, and the entropy to ``crowd_entropy``.
 
     The first three judge a head only once it has settled: its spread has grown to one and a half times the first, or a
     spread that only training or normalised queries and keys give (0.4) stood for ten samples, or it began at 1.5. What
@@ -108,6 +108,7 @@ class UniformDrift(BaselineRule):
         sudden_share: Share of the sample before at which one sample is enough.
         crowd_share: Share of the baseline that is enough where half of a layer's heads are there.
         crowd_entropy: Normalised entropy from which a sample counts then.
+        crowd_baseline: Least score spread that such a head must have had: weaker ones come and go while a model learns.
         flat_share: Share of the first figure at which a layer counts as flat.
         flat_patience: Samples that this has to last.
         leave_share: The alarm ends above this share.
@@ -122,6 +123,7 @@ class UniformDrift(BaselineRule):
     sudden_share: float = 0.1
     crowd_share: float = 0.3
     crowd_entropy: float = 0.85
+    crowd_baseline: float = 1.0
     flat_share: float = 0.12
     flat_patience: int = 5
     leave_share: float = 0.4
@@ -149,7 +151,8 @@ class UniformDrift(BaselineRule):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "0.15 means that 15 % are left.")
         for name in ("min_entropy", "crowd_entropy"):
             check(self.name, name, getattr(self, name), 0.0, 1.0, "It is a normalised entropy.", closed="low")
-        check(self.name, "min_baseline", self.min_baseline, 0.0, math.inf, "0 judges every head.", closed="low")
+        for name in ("min_baseline", "crowd_baseline"):
+            check(self.name, name, getattr(self, name), 0.0, math.inf, "0 judges every head.", closed="low")
         check(self.name, "hotter", self.hotter, 1.0, math.inf, "3 means three times the temperature.")
         check_whole(self.name, "flat_patience", self.flat_patience, 1, "It is a number of samples.")
         for name in ("share", "sudden_share", "crowd_share", "flat_share"):
@@ -160,18 +163,19 @@ class UniformDrift(BaselineRule):
         spread = ("score_spread", "score spread", False)
         return if_present(
             quantities,
+            Signal(TEMPERATURE, "temperature T", True, way="hotter", learning=(0.5, 0.5), patience=1),
             Signal(*spread, way="sudden", learning=(1.0, 1.0), patience=1),
             Signal(*spread, way="drift", learning=self.learning),
             Signal(*spread, way="crowd", learning=self.learning, crowd=0.5),
             Signal(*spread, way="flat", learning=(0.0, 0.0), patience=self.flat_patience, crowd=0.5),
-            Signal(TEMPERATURE, "temperature T", True, way="hotter", learning=(0.5, 0.5), patience=1),
         )
 
     def ready(self, signal: Signal, memory: HeadMemory) -> bool:
         """See `Rule.ready`."""
         if signal.way == "hotter":
             return True
-        if (memory.baseline or 0.0) < self.min_baseline:
+        least = max(self.min_baseline, self.crowd_baseline) if signal.way == "crowd" else self.min_baseline
+        if (memory.baseline or 0.0) < least:
             return False
         return memory.streak > 0 or memory.seen <= _AT_ONCE if signal.way == "flat" else memory.settled
 
@@ -188,7 +192,7 @@ class UniformDrift(BaselineRule):
         return not figures.get("entropy_normalized", math.nan) < self._entropy(signal)
 
     def _entropy(self, signal: Signal) -> float:
-        return self.crowd_entropy if signal.way == "crowd" else self.min_entropy
+        return self.crowd_entropy if signal.way in ("crowd", "hotter") else self.min_entropy
 
     def _share(self, signal: Signal) -> float:
         return {
