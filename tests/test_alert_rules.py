@@ -293,3 +293,12 @@ def test_half_of_a_layer_goes_uniform_together(falling, entropy, expected):
             engine.update(-1, values)  # settled with the second sample
         fired += [step for alert in engine.update(step, values) if alert.heads == {0: tuple(range(falling))}]
     assert fired == expected
+
+
+def test_heads_that_hardly_selected_are_no_crowd():
+    for before, said in ((0.9, []), (1.1, [12])):
+        engine, fired = only(alerts.UniformDrift(crowd_baseline=1.0)), []
+        for step, spread in enumerate([0.3, *[before] * 10, *[0.25 * before] * 2]):
+            values = {"score_spread": {0: [spread] * 4}, "entropy_normalized": {0: [0.9] * 4}}
+            fired += [step for _ in engine.update(step, values)]
+        assert fired == said
