@@ -51,11 +51,8 @@ class _Group:
             self.vectors, self.squares, self.broken = vectors, whole.squares[:, :n], whole.broken[:, :n]
             self.any_broken = whole.any_broken
             return
-        # sum of squares over each key's own row: the same for identical keys, wherever they stand
-        room = (
-            vectors.new_empty(vectors.shape) if scratch is None else scratch.take("keys", *vectors.shape, like=vectors)
-        )
-        self.squares = torch.mul(vectors, vectors, out=room).sum(-1)  # (G, n)
+        # over each key's own row: the same for identical keys, wherever they stand
+        self.squares = torch.linalg.vector_norm(vectors, dim=-1).square_()  # (G, n)
         self.broken = ~self.squares.isfinite()
         if not direct or bool(self.broken.any()):
             vectors = torch.where(self.broken[..., None], 0.0, vectors)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -222,7 +223,10 @@ class _Block:
                 added = torch.nn.functional.embedding_bag(
                     index, table, starts.view(-1), mode="sum", per_sample_weights=self.top_weights.reshape(-1)
                 )
-                sums = added.view(g, r, -1, d).cumsum(2)
+                sums = added.view(g, r, -1, d)
+                parts = sums.unbind(2)
+                for before, part in pairwise(parts):  # cumsum takes five times as long
+                    part.add_(before)
                 return sums if tuple(steps) == self.top_n else sums[:, :, [steps.index(size) for size in self.top_n]]
             picked = table.index_select(0, index).view(g * r, most, d)
             coefficients = self.member * self.top_weights.reshape(g * r, 1, most)
