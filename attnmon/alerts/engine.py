@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -198,12 +198,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
                     )
             errors, company = sample.errors[signal.quantity][layer], sample.company[layer]
             found = set()
-            for head, figure in enumerate(row):
-                error = errors[head]
-                if error is None:
-                    if rule.sigmas:
-                        continue
-                    error = 0.0
+            for head, figure, error in _judged(rule, row, errors):
                 if is_beyond(rule, signal, own[head], figure, error) and rule.in_company(signal, company[head]):
                     found.add(head)
             crowded = not signal.crowd or len(found) >= max(2.0, signal.crowd * len(row))
@@ -222,12 +217,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
         for layer, row in sample.figures[signal.quantity].items():
             own, errors, company = memories[layer], sample.errors[signal.quantity][layer], sample.company[layer]
             troubled, before, over = context.troubled.get(layer, ()), context.before.get(layer, {}), beyond[layer]
-            for head, figure in enumerate(row):
-                error = errors[head]
-                if error is None:
-                    if rule.sigmas:
-                        continue
-                    error = 0.0
+            for head, figure, error in _judged(rule, row, errors):
                 memory = own[head]
                 learn = learns and head not in troubled and rule.may_learn(company[head])
                 change = advance(
@@ -405,6 +395,13 @@ def _without(told: Sequence[Told], known: Starts) -> list[Told]:
         if layers:
             result.append(Told(one.signal, layers))
     return result
+
+
+def _judged(rule: Rule, row: Sequence[float], errors: Sequence[float | None]) -> Iterator[tuple[int, float, float]]:
+    """Head, figure and standard error; without figures from single rows where the rule asks for more than noise."""
+    for head, (figure, error) in enumerate(zip(row, errors, strict=True)):
+        if error is not None or not rule.sigmas:
+            yield head, figure, error or 0.0
 
 
 def _plain(memory: HeadMemory) -> dict[str, Any]:
