@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from attnmon.metrics import score_max
 from attnmon.rows import RowBatch, Rows, take_rows
 
 __all__ = ["contradicts", "disagrees", "full_precision", "value_size"]
@@ -54,10 +55,8 @@ def value_size(values: Tensor) -> Tensor:
 
 def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
     """`contradicts` for rows of which only the weights are there, ``(batch, num_kv_heads, group * rows, n)``."""
-    # 0 at hidden keys, and where a row sees nothing: the tolerance of a row that sees something is not below that.
-    largest = batch.logits.masked_fill(~batch.mask, 0.0).abs().amax(-1)
-    recomputed = batch.per_head(weights @ batch.values)
-    return contradicts(output, batch, recomputed, batch.per_head(largest), value_size(batch.values))
+    largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
+    return contradicts(output, batch, batch.per_head(weights @ batch.values), largest, value_size(batch.values))
 
 
 @contextmanager

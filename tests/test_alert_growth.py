@@ -236,3 +236,10 @@ class TestWords:
         for step, spread in enumerate([0.3] + [0.02] * 8):
             found += engine.update(step, {"score_spread": {0: [spread] * 4}})
         assert [alert.remedy.split(" or ")[0] for alert in found] == ["a longer warm-up"]
+
+
+def test_a_limit_brings_the_end_of_its_alarm_along():
+    for rule in (alerts.ScoreGrowth(spread=5.0), alerts.ScoreGrowth(largest=10.0), alerts.ScoreGrowth()):
+        for signal in rule.signals(["score_spread", "score_max"]):
+            enter, leave = rule.limits(signal, 1.0)
+            assert leave < enter

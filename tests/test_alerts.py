@@ -526,7 +526,10 @@ def test_patience(patience):
         (lambda: ActiveSet(wait=-1), "Expected `wait` of `active_set`"),
         (lambda: EntropyCollapse(leave=0.04), "Expected `level` of `entropy_collapse` to be below `leave`"),
         (lambda: ScoreGrowth(leave_spread=16.0), "Expected `leave_spread` of `score_growth` to be below `spread`"),
-        (lambda: ScoreGrowth(largest=50.0), "Expected `leave_largest` of `score_growth` to be below `largest`"),
+        (
+            lambda: ScoreGrowth(largest=50.0, leave_largest=60.0),
+            "Expected `leave_largest` of `score_growth` to be below `largest`",
+        ),
         (lambda: SharpTemperature(level=0.2), "Expected `level` of `sharp_temperature` to be below `leave`"),
         (lambda: NonFinite(rows=0), "Expected `rows` of `nonfinite`"),
         (lambda: AlertRules(entropy_rise=ScoreGrowth()), "Expected `entropy_rise` of `AlertRules`"),

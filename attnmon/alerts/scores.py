@@ -132,7 +132,7 @@ class ScoreGrowth(BaselineRule):
         learn_better: See `BaselineRule`.
         learn_worse: See `BaselineRule`.
         spread: Score spread from which a sample of any head counts.
-        leave_spread: The alarm ends below it. Healthy heads come to 8.
+        leave_spread: The alarm ends below it; None: at two thirds of ``spread``. Healthy heads come to 8.
         crowd_spread: Score spread from which a sample counts where half of the layer is there; ends at nine tenths.
         jump: Factor on the baseline that is a jump.
         jump_spread: Least score spread after a jump.
@@ -140,7 +140,7 @@ class ScoreGrowth(BaselineRule):
         slope_spread: Least score spread there.
         slope_wait: Samples of a head before.
         largest: Largest ``|score|`` from which a sample counts.
-        leave_largest: The alarm ends below it.
+        leave_largest: The alarm ends below it; None: at four fifths of ``largest``.
         slackening: Share of the time of the doublings before beyond which growth slackens; ``math.inf``: it never does.
     """
 
@@ -148,7 +148,7 @@ class ScoreGrowth(BaselineRule):
     learn_better: float = 0.1
     learn_worse: float = 0.1
     spread: float = 15.0
-    leave_spread: float = 10.0
+    leave_spread: float | None = None
     crowd_spread: float = 10.0
     jump: float = 3.0
     jump_spread: float = 6.0
@@ -156,7 +156,7 @@ class ScoreGrowth(BaselineRule):
     slope_spread: float = 8.0
     slope_wait: int = 40
     largest: float = 100.0
-    leave_largest: float = 80.0
+    leave_largest: float | None = None
     slackening: float = 1.15
 
     name: ClassVar[str] = "score_growth"
@@ -171,16 +171,25 @@ class ScoreGrowth(BaselineRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("spread", "leave_spread", "crowd_spread", "jump_spread", "slope_spread"):
+        for name in ("spread", "crowd_spread", "jump_spread", "slope_spread", "largest"):
             check(self.name, name, getattr(self, name), 0.0, math.inf, "It is in units of scores / T.")
-        for name in ("largest", "leave_largest"):
-            check(self.name, name, getattr(self, name), 0.0, math.inf, "It is in units of scores / T.")
+        for name in ("leave_spread", "leave_largest"):
+            if getattr(self, name) is not None:
+                check(self.name, name, getattr(self, name), 0.0, math.inf, "It is in units of scores / T.")
         for name in ("jump", "slope"):
             check(self.name, name, getattr(self, name), 1.0, math.inf, "It is a factor on the head's own baseline.")
         check_whole(self.name, "slope_wait", self.slope_wait, 0, "It is a number of samples.")
         _check_slackening(self.name, self.slackening)
-        check_order(self.name, "leave_spread", self.leave_spread, "spread", self.spread)
-        check_order(self.name, "leave_largest", self.leave_largest, "largest", self.largest)
+        check_order(self.name, "leave_spread", self._leave_spread, "spread", self.spread)
+        check_order(self.name, "leave_largest", self._leave_largest, "largest", self.largest)
+
+    @property
+    def _leave_spread(self) -> float:
+        return 2.0 / 3.0 * self.spread if self.leave_spread is None else self.leave_spread
+
+    @property
+    def _leave_largest(self) -> float:
+        return 0.8 * self.largest if self.leave_largest is None else self.leave_largest
 
     def signals(self, quantities: Iterable[str]) -> tuple[Signal, ...]:
         """See `Rule.signals`."""
@@ -212,13 +221,13 @@ class ScoreGrowth(BaselineRule):
     def limits(self, signal: Signal, baseline: float) -> tuple[float, float]:
         """See `Rule.limits`."""
         if signal.quantity == "score_max":
-            return self.largest, self.leave_largest
+            return self.largest, self._leave_largest
         if signal.way in ("jump", "slope"):
             factor, least = (self.jump, self.jump_spread) if signal.way == "jump" else (self.slope, self.slope_spread)
             enter = max(factor * baseline, least)
-            return enter, min(self.leave_spread, 0.5 * (enter + baseline))
+            return enter, min(self._leave_spread, 0.5 * (enter + baseline))
         enter = self.spread if not signal.way else min(self.crowd_spread, self.spread)
-        return enter, min(self.leave_spread, 0.9 * enter) if signal.way else self.leave_spread
+        return enter, min(self._leave_spread, 0.9 * enter) if signal.way else self._leave_spread
 
     def limit_text(self, signal: Signal) -> str:
         """See `Rule.limit_text`."""
