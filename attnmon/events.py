@@ -74,9 +74,9 @@ class Events:
         Returns:
             The sample with what is known.
         """
-        if not isinstance(learning_rate, Tensor):  # which would have to be read from its device
-            rate = _number(learning_rate)
-            self._rates = [*self._rates, *([] if rate is None else [(snapshot.step, rate)])][-_RATES:]
+        rate = None if isinstance(learning_rate, Tensor) else _number(learning_rate)  # no read from its device
+        if rate is not None:
+            self._rates = [*self._rates, (snapshot.step, rate)][-_RATES:]
         if not snapshot.alerts and not snapshot.recoveries:
             return snapshot
         known: dict[str, Any] = {

@@ -520,9 +520,8 @@ class Monitor:
             temperatures=snapshot.temperatures,
             nonfinite=snapshot.nonfinite,
         )
-        unknown = rules.unknown_to_baselines()
-        if unknown:
-            self.warn("baselines", f"attnmon: {unknown}")
+        if rules.unknown_to_baselines:
+            self.warn("baselines", f"attnmon: {rules.unknown_to_baselines}")
         return alerts
 
     def _warn_of(self, not_measured: dict[str, str], silent: list[str], figures: dict[str, Figures]) -> None:

@@ -267,6 +267,8 @@ def if_present(quantities: Iterable[str], *signals: Signal) -> tuple[Signal, ...
 def former_temperature(known: Iterable[float | None]) -> str:
     """The remedy for a temperature that was changed: what heads had before, as T and as the scale 1/T."""
     found = sorted({float(f"{baseline:.3g}") for baseline in known if baseline})
+    if not found:  # baselines from a file may be 0
+        return "the former temperature"
     span = f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
     scale = f"{1 / found[-1]:.3g}" if len(found) == 1 else f"{1 / found[-1]:.3g} to {1 / found[0]:.3g}"
     return f"the former temperature, T = {span} (a scale of {scale})"

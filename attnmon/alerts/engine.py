@@ -52,6 +52,7 @@ class AlertEngine:
 
     Attributes:
         recoveries: What ended at the last sample: at most one `Alert` per rule, with ``ended`` set.
+        unknown_to_baselines: What is to be said of heads that the baselines given know nothing of; mostly "".
 
     Raises:
         ValueError: If ``patience`` is below 1 or not an integer.
@@ -90,6 +91,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
         self.patience = patience
         self.prefix = prefix
         self.recoveries: list[Alert] = []
+        self.unknown_to_baselines = ""
         self._gathering = Gathering(gather)
         self._memory: dict[str, dict[str, dict[int, dict[int, HeadMemory]]]] = {}  # rule, signal, layer, head
         self._alarms: dict[str, dict[str, set[_Place]]] = {}  # rule, signal -> heads whose memory is alarmed
@@ -125,9 +127,12 @@ selects less. Also under alarm there: uniform_drift since step 100.
             `recoveries`.
         """
         self._paths.update(layers or {})
+        known = dict(self._heads)
         for table in (*values.values(), nonfinite or {}):
             for layer, row in table.items():
                 self._heads[layer] = max(self._heads.get(layer, 0), len(row))
+        if self._given is not None and self._heads != known:
+            self.unknown_to_baselines = self._given.unknown(self._heads, self._paths)
         sample = take_sample(step, values, errors or {}, temperatures or {}, nonfinite or {}, self._heads)
         self._grow(sample)
         watched = {rule: rule.signals(sample.figures) for rule in self.rules.active()}
@@ -146,8 +151,8 @@ selects less. Also under alarm there: uniform_drift since step 100.
         for rule, signals in watched.items():
             raised: list[Told] = []
             ended: list[Told] = []
+            context = _Context(troubled, before[rule.name])
             for signal in signals:
-                context = _Context(troubled, before[rule.name])
                 found = self._watch(rule, signal, sample, beyond[rule][signal], context)
                 raised.append(Told(signal, found[0]))
                 ended.append(Told(signal, found[1]))
@@ -191,11 +196,8 @@ selects less. Also under alarm there: uniform_drift since step 100.
         result = {}
         for layer, row in sample.figures[signal.quantity].items():
             own = memories.setdefault(layer, {})
-            if len(own) < len(row):
-                for head in range(len(own), len(row)):
-                    own[head] = (
-                        HeadMemory() if signal.learning is None else self._fresh(rule.name, signal.key, layer, head)
-                    )
+            for head in range(len(own), len(row)):
+                own[head] = HeadMemory() if signal.learning is None else self._fresh(rule.name, signal.key, layer, head)
             errors, company = sample.errors[signal.quantity][layer], sample.company[layer]
             found = set()
             for head, figure, error in _judged(rule, row, errors):
@@ -301,10 +303,6 @@ selects less. Also under alarm there: uniform_drift since step 100.
             ValueError: It is nothing of the kind, or holds a baseline that is not a finite number.
         """
         self._given = Baselines.read(plain)
-
-    def unknown_to_baselines(self) -> str:
-        """What is to be said of heads that were measured and that the baselines given know nothing of; mostly ""."""
-        return "" if self._given is None else self._given.unknown(self._heads, self._paths)
 
     # -- over a restart -----------------------------------------------------------------------------------------
 
