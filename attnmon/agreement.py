@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmon.metrics import score_max
 from attnmon.rows import RowBatch, Rows, take_rows
 
-__all__ = ["contradicts", "disagrees", "full_precision", "value_size"]
+__all__ = ["contradicts", "disagrees", "full_precision", "own_rows", "value_size"]
 
 # How far the output recomputed from the captured arguments may be from the module's own, relative to the largest
 # visible value: rounding of the weights in the model's dtype stays well below, a forgotten bias, cap or mask does not.
@@ -20,11 +20,11 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 _TF32_TOLERANCE = 5e-3  # float32 products on other devices than the CPU may keep 10 bits of the mantissa
 
 
-def contradicts(output: Tensor, rows: Rows, recomputed: Tensor, largest: Tensor, size: Tensor) -> Tensor:
+def contradicts(own: Tensor, rows: Rows, recomputed: Tensor, largest: Tensor, size: Tensor) -> Tensor:
     """Whether the module's own attention output is not the one that the captured arguments give.
 
     Args:
-        output: ``(sequences, num_heads, q_len, v_head_dim)`` of all sequences of the call.
+        own: ``(batch, num_heads, rows, v_head_dim)``, what the module returned for these rows.
         rows: Which rows.
         recomputed: ``(batch, num_heads, rows, v_head_dim)``, weights times values.
         largest: ``(batch, num_heads, rows)``, the largest absolute score of each row, bias and all; NaN where a row
@@ -32,19 +32,28 @@ def contradicts(output: Tensor, rows: Rows, recomputed: Tensor, largest: Tensor,
         size: `value_size` of the values of these sequences.
 
     Returns:
-        A bool scalar.
+        ``(batch,)`` bool.
     """
-    own = take_rows(output.detach()[rows.sequences], rows.positions).to(recomputed.dtype)
-    error = (own - recomputed).abs().amax(dim=-1)
+    error = (own.to(recomputed.dtype) - recomputed).abs().amax(dim=-1)
     usable = rows.finite & (rows.weight > 0)[:, None]
     size = size.repeat_interleave(rows.num_heads // size.shape[1], dim=1)
-    tolerance = _TOLERANCE.get(output.dtype, 5e-2)
-    if output.dtype == torch.float32 and output.device.type != "cpu":
+    tolerance = _TOLERANCE.get(own.dtype, 5e-2)
+    if own.dtype == torch.float32 and own.device.type != "cpu":
         tolerance = _TF32_TOLERANCE
     # The larger the scores, the more of them is lost to rounding before the softmax sees it.
-    rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps)
+    rounding = max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
     limit = (tolerance + 8 * rounding * largest) * size[:, :, None]
-    return (usable & (error > limit)).any()
+    return (usable & (error > limit)).flatten(1).any(1)
+
+
+def own_rows(output: Tensor, rows: Rows) -> Tensor:
+    """A module's own output at some rows, ``(batch, num_heads, rows, v_head_dim)``, a copy.
+
+    Args:
+        output: ``(sequences, num_heads, q_len, v_head_dim)`` of all sequences of the call.
+        rows: Which rows.
+    """
+    return take_rows(output.detach()[rows.sequences], rows.positions)
 
 
 def value_size(values: Tensor) -> Tensor:
@@ -54,9 +63,19 @@ def value_size(values: Tensor) -> Tensor:
 
 
 def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
-    """`contradicts` for rows of which only the weights are there, ``(batch, num_kv_heads, group * rows, n)``."""
+    """`contradicts` for rows of which only the weights are there, ``(batch, num_kv_heads, group * rows, n)``.
+
+    Args:
+        output: As for `own_rows`.
+        batch: The rows.
+        weights: Their weights.
+
+    Returns:
+        A bool scalar.
+    """
     largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
-    return contradicts(output, batch, batch.per_head(weights @ batch.values), largest, value_size(batch.values))
+    recomputed = batch.per_head(weights @ batch.values)
+    return contradicts(own_rows(output, batch), batch, recomputed, largest, value_size(batch.values)).any()
 
 
 @contextmanager

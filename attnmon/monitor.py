@@ -215,6 +215,8 @@ class Monitor:
             return None
         with self.meter.running():
             self.detach()
+            if self._window is not None:
+                self._guard(self._window.finish)
         if source == "train":
             self._blind = self._blind + 1 if self.sees_nothing and anything_compiled() else 0
         window, self._window, self._open = self._window, None, False

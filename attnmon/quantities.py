@@ -186,12 +186,14 @@ class Measurer:
 
     Attributes:
         scratch: Memory that the chunks may share.
+        together: Whether each of the columns can be made of the rows of several calls at once.
     """
 
     def __init__(self, columns: Sequence[Column], generator: torch.Generator) -> None:
         self.columns = columns
         self.generator = generator
         self._bases = {column.base for column in columns}
+        self.together = all(_FIELDS.get(base, base) in TOGETHER for base in self._bases)
         self._sizes = sorted({column.top_n for column in columns if column.top_n is not None})
         self._multiples = sorted({c.temperature for c in columns if c.base in _JACOBIAN and c.temperature is not None})
         self.scratch = Scratch()

@@ -8,8 +8,9 @@ the rows that the unbroken run would have looked at.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from attnmon.masks import hides
 from attnmon.scratch import Scratch
 from attnmon.types import AttentionCall
 
-__all__ = ["RowBatch", "RowSampler", "Rows", "all_rows", "row_batches", "rows_at"]
+__all__ = ["RowBatch", "RowBlock", "RowSampler", "Rows", "all_rows", "formed", "row_batches", "row_blocks", "rows_at"]
 
 # Bound for one chunk's scores, in elements; the metrics' temporaries are a small multiple of it.
 _CHUNK_ELEMENTS = 8_000_000
@@ -164,19 +165,81 @@ class RowBatch(Rows):
         return values.reshape(batch, self.num_heads, rows, *values.shape[3:])
 
 
-def row_batches(
-    call: AttentionCall, sampler: RowSampler, *, apart: bool = False, scratch: Scratch | None = None
-) -> Iterator[RowBatch]:
-    """The sampled rows of a call, in chunks of bounded size, each over the first keys up to the last that may be seen.
+@dataclass(frozen=True, eq=False)
+class RowBlock:
+    """Some rows of some sequences of a call that are about to be formed.
 
-    Must run under ``no_grad`` and outside autocast.
+    Attributes:
+        call: The call, of these sequences alone.
+        key: ``(batch, num_kv_heads, n, head_dim)``: the first n keys, up to the last that these rows may see.
+        values: ``(batch, num_kv_heads, kv_len, v_head_dim)`` of all keys.
+        positions: ``(batch, rows)`` query positions.
+        weight: ``(batch, rows)`` number of valid positions each row stands for.
+        sequences: Which sequences of the whole call these are.
+    """
+
+    call: AttentionCall
+    key: Tensor
+    values: Tensor
+    positions: Tensor
+    weight: Tensor
+    sequences: slice
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(batch, num_kv_heads, group * rows, n)``, that of the scores."""
+        batch, kv_heads, n, _ = self.key.shape
+        return batch, kv_heads, self.call.num_heads // kv_heads * self.positions.shape[1], n
+
+    @cached_property
+    def seen(self) -> tuple[Tensor, Tensor | None]:
+        """Which keys are visible, bool, and what is added to the scores of those, None if nothing is.
+
+        Both have dimensions (batch, heads, rows, n); a size of 1 stands for all.
+        """
+        call, positions, n = self.call, self.positions, self.key.shape[2]
+        visible: Tensor | None = None
+        bias: Tensor | None = None
+        if call.attn_mask is not None:
+            mask = call.attn_mask.detach()[..., :n]
+            mask = mask.expand(len(positions), mask.shape[1], mask.shape[2], n)
+            mask = mask if mask.shape[2] == 1 else take_rows(mask, positions)
+            if mask.dtype == torch.bool:
+                visible = mask
+            else:
+                hidden = hides(mask)
+                visible = ~hidden
+                # without the numbers that hide: a sum over them could overflow
+                bias = mask.to(self.key.dtype).masked_fill(hidden, 0.0)
+                if bias.device.type == "cpu" and not bool(bias.any()):  # most masks only hide
+                    bias = None
+        if call.causal_offset is not None:
+            last = positions + call.causal_offset
+            past = torch.arange(n, device=self.key.device) <= last[:, None, :, None]
+            visible = past if visible is None else visible & past
+        if visible is None:
+            visible = torch.ones(1, 1, 1, n, dtype=torch.bool, device=self.key.device)
+        return visible, bias
+
+    def form(self, room: Tensor | None = None) -> RowBatch:
+        """The rows with their scores.
+
+        Args:
+            room: Memory for the scores, of `shape`, contiguous and in the dtype of `key`; None: they take their own.
+        """
+        return _form(self, room)
+
+
+def row_blocks(
+    call: AttentionCall, sampler: RowSampler, *, apart: bool = False, pieces: int | None = None
+) -> Iterator[RowBlock]:
+    """The sampled rows of a call, in blocks of bounded size, each over the first keys up to the last that may be seen.
 
     Args:
         call: The call, already restricted to the sampler's sequences.
         sampler: Says which rows.
         apart: Sequences one by one where that is faster, on a CPU.
-        scratch: Memory for the scores on a CPU: those of the next chunk take the place of a chunk's. None: each has
-            its own.
+        pieces: Into how many blocks the rows of a sequence are cut; None: as the size of the scores demands.
     """
     batch, _, q_len, _ = call.query.shape
     positions, weight = sampler.positions(batch, q_len, call.valid, call.query.device)
@@ -188,6 +251,8 @@ def row_batches(
     trim = on_cpu and (call.causal_offset is not None or apart)  # elsewhere the host would have to wait
     most = min(_CACHED_ELEMENTS, _CHUNK_ELEMENTS) if trim or (apart and on_cpu) else _CHUNK_ELEMENTS
     step = max(1, min(positions.shape[1], most // max(1, together * call.num_heads * key.shape[-2])))
+    if pieces is not None:
+        step = max(1, -(-positions.shape[1] // pieces))
     for first in range(0, batch, together):
         some = slice(first, first + together)
         part_of = call if together == batch else _sequences(call, some)
@@ -196,7 +261,33 @@ def row_batches(
             rows = (some, slice(start, start + step))
             seen = _last_seen(part_of, positions[rows]) if trim and step < positions.shape[1] else keys.shape[2]
             seen = min(-(-seen // _ROUND) * _ROUND, keys.shape[2])
-            yield _rows_at(part_of, keys[:, :, :seen], values, positions[rows], weight[rows], some, scratch)
+            yield RowBlock(part_of, keys[:, :, :seen], values, positions[rows], weight[rows], some)
+
+
+def row_batches(
+    call: AttentionCall, sampler: RowSampler, *, apart: bool = False, scratch: Scratch | None = None
+) -> Iterator[RowBatch]:
+    """The rows of `row_blocks` with their scores, one block after the other.
+
+    Must run under ``no_grad`` and outside autocast.
+
+    Args:
+        call: The call, already restricted to the sampler's sequences.
+        sampler: Says which rows.
+        apart: Sequences one by one where that is faster, on a CPU.
+        scratch: Memory for the scores on a CPU: those of the next block take the place of a block's. None: each has
+            its own.
+    """
+    return formed(row_blocks(call, sampler, apart=apart), scratch)
+
+
+def formed(blocks: Iterable[RowBlock], scratch: Scratch | None = None) -> Iterator[RowBatch]:
+    """The rows of one block after the other, see `row_batches`."""
+    for block in blocks:
+        room = None
+        if scratch is not None and block.key.device.type == "cpu":
+            room = scratch.take("scores", *block.shape, like=block.key)
+        yield block.form(room)
 
 
 def _last_seen(call: AttentionCall, positions: Tensor) -> int:
@@ -242,7 +333,8 @@ def rows_at(call: AttentionCall, positions: Tensor, keys: int) -> RowBatch:
     key, value = (tensor[:, :, :keys].detach().to(dtype) for tensor in (call.key, call.value))
     batch = call.query.shape[0]
     positions = positions.expand(batch, -1)
-    return _rows_at(call, key, value, positions, torch.ones_like(positions, dtype=torch.float32), slice(0, batch))
+    weight = torch.ones_like(positions, dtype=torch.float32)
+    return RowBlock(call, key, value, positions, weight, slice(0, batch)).form()
 
 
 def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -253,48 +345,21 @@ def take_rows(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor[sequence, :, positions].transpose(1, 2)
 
 
-def _rows_at(
-    call: AttentionCall,
-    key: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    weight: Tensor,
-    sequences: slice,
-    scratch: Scratch | None = None,
-) -> RowBatch:
+def _form(block: RowBlock, room: Tensor | None) -> RowBatch:
+    call, key, positions = block.call, block.key, block.positions
     batch, heads, _, head_dim = call.query.shape
     kv_heads, n = key.shape[1], key.shape[2]
     rows = positions.shape[1]
     query = take_rows(call.query.detach(), positions).to(key.dtype)  # (batch, heads, rows, head_dim)
     # Scaling the few queries instead of the many scores; one GEMM per key head, shared by its query heads.
     grouped = (query * call.scale).reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
-    room = None
-    if scratch is not None and key.device.type == "cpu":
-        room = scratch.take("scores", *grouped.shape[:3], n, like=key)
     logits = torch.matmul(grouped, key.transpose(-1, -2), out=room).view(batch, heads, rows, n)
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     scores = logits
-    visible: Tensor | None = None
-    if call.attn_mask is not None:
-        mask = call.attn_mask.detach()[..., :n]
-        mask = mask.expand(batch, mask.shape[1], mask.shape[2], n)
-        mask = mask if mask.shape[2] == 1 else take_rows(mask, positions)
-        if mask.dtype == torch.bool:
-            visible = mask
-        else:
-            hidden = hides(mask)
-            visible = ~hidden
-            # without the numbers that hide: a sum over them could overflow
-            bias = mask.to(logits.dtype).masked_fill(hidden, 0.0)
-            if bias.device.type != "cpu" or bool(bias.any()):  # most masks only hide
-                logits = logits + bias
-    if call.causal_offset is not None:
-        last = positions + call.causal_offset
-        past = torch.arange(n, device=key.device) <= last[:, None, :, None]
-        visible = past if visible is None else visible & past
-    if visible is None:
-        visible = torch.ones(1, 1, 1, n, dtype=torch.bool, device=key.device)
+    visible, bias = block.seen
+    if bias is not None:
+        logits = logits + bias
     group = heads // kv_heads
     if visible.shape[1] == 1:  # what is the same for all heads is not copied for each
         shown = visible.expand(batch, 1, rows, n)
@@ -314,10 +379,10 @@ def _rows_at(
         logits=logits,
         scores=logits if plain else scores.reshape(shape),
         mask=shown,
-        all_values=values,
-        sequences=sequences,
+        all_values=block.values,
+        sequences=block.sequences,
         positions=positions,
-        weight=weight,
+        weight=block.weight,
         finite=finite,
         num_heads=heads,
         all_finite=all_finite,

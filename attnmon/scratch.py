@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 __all__ = ["Scratch"]
@@ -24,5 +25,6 @@ class Scratch:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = self._buffers[name] = like.new_empty(size)
+            with torch.inference_mode(False):  # what is made in it can't be written to outside
+                buffer = self._buffers[name] = like.new_empty(size)
         return buffer[:size].view(shape)

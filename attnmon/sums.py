@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Figures", "LayerSums"]
+__all__ = ["Figures", "LayerSums", "row_sums"]
 
 _STATS = 6  # rows used, rows skipped, sum of w, of w^2, of w x, of w x^2
 
@@ -22,46 +22,62 @@ class LayerSums:
         device: Where the rows are.
 
     ``data`` is ``(num_columns + 1, num_heads, 6)``: per figure the rows used and skipped, and the sums of w, w^2, w x
-    and w x^2 over the used rows; in the last entry the layer's own numbers (see `add_call`). Everything in it adds up
-    over calls, chunks and ranks. float64 wherever the device has it.
+    and w x^2 over the used rows; in the last entry the layer's own numbers (non-finite rows, mismatches, and what
+    `add_call` adds). Everything in it adds up over calls, chunks and ranks. float64 wherever the device has it.
     """
 
     def __init__(self, num_columns: int, num_heads: int, device: torch.device) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.data = torch.zeros(num_columns + 1, num_heads, _STATS, dtype=dtype, device=device)
+        self.data = torch.zeros(num_columns + 1, num_heads, _STATS, dtype=_wide(device), device=device)
 
     def add_rows(self, values: Tensor, weight: Tensor) -> None:
-        """Adds rows.
+        """Adds rows; arguments as for `row_sums`."""
+        self.add(row_sums(values, weight).sum(1))
 
-        Args:
-            values: ``(num_columns, batch, num_heads, rows)``; NaN or infinite = this row has no such figure.
-            weight: ``(batch, rows)``; how many rows each stands for, 0 = not a row.
-        """
-        weight = weight.to(self.data.dtype)[:, None]  # (batch, 1, rows)
-        valid = weight > 0
-        used = torch.isfinite(values) & valid
-        x = torch.where(used, values, 0).to(self.data.dtype)
-        used = used.to(self.data.dtype)
-        w = weight * used
-        wx = w * x
-        parts = torch.stack([used, valid.to(used.dtype) - used, w, w * weight, wx, wx * x])
-        self.data[:-1] += parts.sum(dim=(2, 4)).movedim(0, -1)
+    def add(self, sums: Tensor) -> None:
+        """Adds what `row_sums` made of one sequence or of several together, ``(num_columns, num_heads, 6)``."""
+        self.data[:-1] += sums
 
-    def add_call(self, nonfinite: Tensor, mismatch: Tensor, padding: Tensor, temperature: float) -> None:
+    def add_nonfinite(self, rows: Tensor) -> None:
+        """Adds rows with a NaN or infinite score, ``(num_heads,)``."""
+        self.data[-1, :, 0] += rows
+
+    def add_mismatch(self, mismatch: Tensor) -> None:
+        """Adds whether a call's own output contradicts the captured arguments, a scalar."""
+        self.data[-1, :, 1] += mismatch
+
+    def add_call(self, padding: Tensor, temperature: float) -> None:
         """Adds what belongs to a whole call.
 
         Args:
-            nonfinite: ``(num_heads,)`` rows with a NaN or infinite score.
-            mismatch: Scalar, 1 if the call's own output contradicts the captured arguments.
             padding: Scalar, padding positions left aside.
             temperature: The model's own temperature in this call.
         """
         extra = self.data[-1]
-        extra[:, 0] += nonfinite
-        extra[:, 1] += mismatch
         extra[:, 2] += padding
         extra[:, 3] += temperature
         extra[:, 4] += 1
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def row_sums(values: Tensor, weight: Tensor) -> Tensor:
+    """What `LayerSums` keeps of the rows of each sequence, ``(num_columns, batch, num_heads, 6)``.
+
+    Args:
+        values: ``(num_columns, batch, num_heads, rows)``; NaN or infinite = this row has no such figure.
+        weight: ``(batch, rows)``; how many rows each stands for, 0 = not a row.
+    """
+    weight = weight.to(_wide(values.device))[:, None]  # (batch, 1, rows)
+    valid = weight > 0
+    used = torch.isfinite(values) & valid
+    x = torch.where(used, values, 0).to(weight.dtype)
+    used = used.to(weight.dtype)
+    w = weight * used
+    wx = w * x
+    parts = torch.stack([used, valid.to(used.dtype) - used, w, w * weight, wx, wx * x])
+    return parts.sum(4).movedim(0, -1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, groupby
 from typing import Literal
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from attnmon import fused
-from attnmon.agreement import contradicts, disagrees, full_precision, value_size
+from attnmon.agreement import contradicts, disagrees, full_precision, own_rows, value_size
 from attnmon.capture import Attachment, attach
 from attnmon.masks import masked_softmax
+from attnmon.pool import RowPool, Together, pieces
 from attnmon.quantities import Column, Measurer
-from attnmon.rows import RowSampler, row_batches
-from attnmon.sums import LayerSums
+from attnmon.rows import RowBlock, RowSampler, formed, row_batches, row_blocks
+from attnmon.sums import LayerSums, row_sums
 from attnmon.types import AttentionCall
 
 __all__ = ["Window", "WindowOptions"]
@@ -64,6 +65,7 @@ class Window:
         self.not_measured: dict[str, str] = {}
         self.rerun = False
         self._measurer = Measurer(options.columns, sampler.generator)
+        self._pool = RowPool(self._measure_together, self._measurer.scratch)
         self._checked = RowSampler(_CHECKED_ROWS, sampler.sequences, "agreement")
         self._wanted = wanted
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
@@ -115,6 +117,11 @@ class Window:
             self._attachment.detach()
             self._attachment = None
 
+    def finish(self) -> None:
+        """Measures the rows that wait for others. To be called once all has been read, before `sums` is used."""
+        with torch.no_grad(), full_precision(torch.device("cpu")):
+            self._pool.flush()
+
     def _on_skip(self, layer: str, reason: str) -> None:
         if self._wanted(layer):
             self.not_measured[layer] = reason
@@ -161,20 +168,49 @@ class Window:
             return
         own = self.options.vectors == "value"
         vectors = None if own else self._vectors(call)
-        nonfinite = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
-        mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
-        chunks = row_batches(call, self.sampler, apart=True, scratch=self._measurer.scratch)
-        for sequences, chunk in groupby(chunks, key=lambda batch: batch.sequences):
-            first = next(chunk)
-            values = first.all_values
-            carried = values if own else None if vectors is None else vectors[sequences]
-            size = value_size(values)
-            for part in self._measurer.measure(chain([first], chunk), temperature=call.temperature, vectors=carried):
-                sums.add_rows(part.values, part.rows.weight)
-                nonfinite += (~part.rows.finite & (part.rows.weight > 0)[:, None]).sum(dim=(0, 2))
-                if call.output is not None:
-                    mismatch |= contradicts(call.output, part.rows, part.output, part.largest, size)
-        sums.add_call(nonfinite, mismatch, _padding(call), call.temperature)
+        cut = pieces(call, self.sampler) if own and self._measurer.together else None
+        blocks = row_blocks(call, self.sampler, apart=True, pieces=cut)
+        for _, of_sequence in groupby(blocks, key=lambda block: block.sequences):
+            if cut is None:
+                self._measure(call, of_sequence, vectors, sums)
+                continue
+            some = list(of_sequence)
+            if not self._pool.put(call, some, sums):
+                self._measure(call, iter(some), vectors, sums)
+        sums.add_call(_padding(call), call.temperature)
+
+    def _measure(
+        self, call: AttentionCall, blocks: Iterator[RowBlock], vectors: Tensor | None, sums: LayerSums
+    ) -> None:
+        """Adds rows of the same sequences by themselves."""
+        first = next(blocks)
+        carried = None if vectors is None else vectors[first.sequences]
+        if self.options.vectors == "value":
+            carried = first.values
+        size = value_size(first.values)
+        batches = formed(chain([first], blocks), self._measurer.scratch)
+        for part in self._measurer.measure(batches, temperature=call.temperature, vectors=carried):
+            sums.add_rows(part.values, part.rows.weight)
+            sums.add_nonfinite((~part.rows.finite & (part.rows.weight > 0)[:, None]).sum(dim=(0, 2)))
+            if call.output is not None:
+                own = own_rows(call.output, part.rows)
+                sums.add_mismatch(contradicts(own, part.rows, part.output, part.largest, size).any())
+
+    def _measure_together(self, calls: Together) -> None:
+        """Adds the rows of several calls, whose scores are finite."""
+        values = calls.batches[0].all_values
+        size = value_size(values)
+        done = 0
+        for part in self._measurer.measure(calls.batches, temperature=calls.temperature, vectors=values):
+            found = row_sums(part.values, part.rows.weight).unbind(1)
+            for sums, its in zip(calls.sums, found, strict=True):
+                sums.add(its)
+            rows = slice(done, done + part.rows.weight.shape[1])
+            done = rows.stop
+            if calls.outputs is not None:
+                wrong = contradicts(calls.outputs[:, :, rows], part.rows, part.output, part.largest, size)
+                for sums, its in zip(calls.sums, wrong, strict=True):
+                    sums.add_mismatch(its)
 
     def _add_fused(self, call: AttentionCall, sums: LayerSums) -> bool:
         """Adds every row without forming the weights, if what is wanted and what the call is like allow for that."""
@@ -187,12 +223,10 @@ class Window:
         batch, _, q_len, _ = call.query.shape
         weight = torch.ones(batch, q_len, device=call.query.device) if call.valid is None else call.valid.float()
         sums.add_rows(torch.stack([found[base] for base in bases]), weight)
-        mismatch = torch.zeros((), dtype=torch.bool, device=call.query.device)
         if call.output is not None:  # some rows are enough to tell whether the arguments explain it
             for rows in row_batches(call, self._checked):
-                mismatch |= disagrees(call.output, rows, masked_softmax(rows.logits, rows.mask))
-        nothing = torch.zeros(call.num_heads, dtype=torch.int64, device=call.query.device)
-        sums.add_call(nothing, mismatch, _padding(call), call.temperature)
+                sums.add_mismatch(disagrees(call.output, rows, masked_softmax(rows.logits, rows.mask)))
+        sums.add_call(_padding(call), call.temperature)
         return True
 
     def _vectors(self, call: AttentionCall) -> Tensor | None:

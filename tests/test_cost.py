@@ -153,7 +153,7 @@ class TestCostOfASample:
         original = Measurer.measure
 
         def slow(*args, **kwargs):
-            clock.now += 1  # two layers, one sequence each: 2 s
+            clock.now += 2  # both layers together
             return original(*args, **kwargs)
 
         monkeypatch.setattr(measure, slow)

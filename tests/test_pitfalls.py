@@ -331,7 +331,7 @@ def test_25_the_users_module_gets_no_state(tmp_path):
     assert during == [before, before]
 
 
-@pytest.mark.parametrize("where", ["attnmon.window.Window._add", "attnmon.sums.LayerSums.add_rows"])
+@pytest.mark.parametrize("where", ["attnmon.window.Window._add", "attnmon.sums.LayerSums.add"])
 def test_28_an_error_inside_leaves_the_run_and_its_bits(tmp_path, monkeypatch, where):
     def run(*callbacks):
         module = LanguageModule(tiny_gpt2(dropout=0.1))

@@ -12,7 +12,7 @@ def figures(*parts) -> Figures:
     sums = LayerSums(parts[0][0].shape[0], parts[0][0].shape[2], torch.device("cpu"))
     for values, weight in parts:
         sums.add_rows(values, weight)
-        sums.add_call(torch.zeros(values.shape[2], dtype=torch.int64), torch.tensor(False), torch.tensor(0), 8.0)
+        sums.add_call(torch.tensor(0), 8.0)
     return Figures.from_sums(sums.data)
 
 

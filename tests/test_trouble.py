@@ -79,6 +79,7 @@ class TestTrouble:
         monkeypatch.setattr("attnmon.window.Measurer.measure", lambda *a, **k: 1 / 0)
         with watch(model, 1, strict=True) as monitor, pytest.raises(ZeroDivisionError):
             model(**batches[0])
+            monitor.step()
         assert torch.overrides._len_torch_function_stack() == 0
 
     def test_a_warning_made_an_error_reaches_the_user(self):
