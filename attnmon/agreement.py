@@ -58,8 +58,8 @@ def own_rows(output: Tensor, rows: Rows) -> Tensor:
 
 def value_size(values: Tensor) -> Tensor:
     """The largest absolute value of each head, (batch, num_kv_heads)."""
-    flat = values.flatten(-2)
-    return torch.maximum(flat.amax(-1), -flat.amin(-1))
+    # one dimension at a time is the fastest where the heads lie between each other in memory
+    return torch.maximum(values.amax(-2).amax(-1), -values.amin(-2).amin(-1))
 
 
 def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:

@@ -69,15 +69,16 @@ def row_sums(values: Tensor, weight: Tensor) -> Tensor:
         values: ``(num_columns, batch, num_heads, rows)``; NaN or infinite = this row has no such figure.
         weight: ``(batch, rows)``; how many rows each stands for, 0 = not a row.
     """
-    weight = weight.to(_wide(values.device))[:, None]  # (batch, 1, rows)
-    valid = weight > 0
-    used = torch.isfinite(values) & valid
-    x = torch.where(used, values, 0).to(weight.dtype)
-    used = used.to(weight.dtype)
-    w = weight * used
-    wx = w * x
-    parts = torch.stack([used, valid.to(used.dtype) - used, w, w * weight, wx, wx * x])
-    return parts.sum(4).movedim(0, -1)
+    weight = weight.to(_wide(values.device))
+    row = (weight > 0).to(weight.dtype)
+    finite = values * 0 == 0
+    used = finite.to(weight.dtype)
+    x = torch.where(finite, values, 0).to(weight.dtype)
+    # Sums as products: the weight of what is not a row is 0.
+    counts = used @ torch.stack([row, weight, weight * weight], -1)
+    by_weight = weight[..., None]
+    skipped = row.sum(-1)[:, None, None] - counts[..., :1]
+    return torch.cat([counts[..., :1], skipped, counts[..., 1:], x @ by_weight, (x * x) @ by_weight], -1)
 
 
 @dataclass(frozen=True)
