@@ -43,6 +43,9 @@ class Sink:
         """
         self._logger.log_metrics(dict(scalars), step=snapshot.step)
 
+    def arrange(self, layout: Mapping[str, Any]) -> None:
+        """Has a "Custom Scalars" page written with the next sample, where there is such a thing."""
+
     def save(self) -> None:
         """Has what the logger holds back written: nothing but a Trainer does that at the end of a run."""
         save = getattr(self._logger, "save", None)
@@ -65,6 +68,9 @@ class BoardSink(Sink):
             for key, value in counted.items():
                 self._logger.add_scalar(key, value, snapshot.step)
         self._board.write(snapshot, prefix=prefix, images=images)
+
+    def arrange(self, layout: Mapping[str, Any]) -> None:
+        self._board.layout = layout
 
 
 class WandbSink(Sink):

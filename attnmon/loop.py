@@ -14,7 +14,7 @@ from attnmon.alerts import Alert, AlertRules
 from attnmon.capture import Hook
 from attnmon.loggers import Sink, arrange, make_sink
 from attnmon.monitor import Monitor
-from attnmon.options import MonitorOptions, check_flag, check_state
+from attnmon.options import MonitorOptions, check_flag, check_prefix, check_state
 from attnmon.probe import call_model, to_device
 from attnmon.rerun import take_sequences, undisturbed
 from attnmon.snapshot import Snapshot
@@ -22,6 +22,9 @@ from attnmon.tensorboard import worth_pictures
 from attnmon.window import Window
 
 __all__ = ["Watch", "watch"]
+
+# Who writes where, as long as it is entered: several of one writer need prefixes of their own, and share one page.
+_writing: list[tuple[Any, Watch]] = []
 
 
 class Watch:
@@ -33,22 +36,25 @@ class Watch:
         should_stop: Whether an alert's severity has asked for an end of the run (``actions``). The loop has to look.
     """
 
-    def __init__(self, model: nn.Module, options: MonitorOptions, probe: Any, writer: Any, per_head: bool) -> None:
+    def __init__(
+        self, model: nn.Module, options: MonitorOptions, probe: Any, writer: Any, per_head: bool, prefix: str
+    ) -> None:
         if options.source == "probe" and (probe is None or isinstance(probe, bool | int | float | str)):
             raise ValueError(
                 "Expected `probe` to be a batch or a function that runs the model when source='probe', but got "
                 f"{probe!r}."
             )
         check_flag("per_head", per_head)
+        check_prefix(prefix)
         self._monitor = Monitor(options)
         self._monitor.bind(model)
         self._model = model
         self._options = options
         self._probe = probe
-        layout = arrange([("attn", options)])
-        writers = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
+        self._prefix = prefix
+        self._writers = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
         self._sinks: list[tuple[str, Sink]] = [
-            (type(one).__name__, make_sink(one, options, prefix="attn", layout=layout)) for one in writers
+            (type(one).__name__, make_sink(one, options, prefix=prefix)) for one in self._writers
         ]
         self._per_head = per_head
         self._active = False
@@ -78,6 +84,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self._active:
             raise RuntimeError("Expected a Watch to be entered once at a time. Make a second one with `watch(model)`.")
+        self._share()
         self._active = True
         try:
             self._act(self._begin())
@@ -94,6 +101,7 @@ class Watch:
     def close(self) -> None:
         """Leaves the model as it was found. Called by ``with``; may be called again."""
         self._active = False
+        _writing[:] = [(writer, watch) for writer, watch in _writing if watch is not self]
         self._remove_hooks()
         self._monitor.abort()
         for name, sink in self._sinks:
@@ -176,6 +184,24 @@ class Watch:
             self._monitor.abort()
             self._act(self._begin())
 
+    def _share(self) -> None:
+        """Puts itself beside those that write where it does, and arranges a page for all of them."""
+        for writer in self._writers:
+            if any(other is writer and watch._prefix == self._prefix for other, watch in _writing):
+                raise ValueError(
+                    f"Expected each `watch` that writes to one {type(writer).__name__} to have a `prefix` of its own, "
+                    f"but two have {self._prefix!r}: their figures would stand under the same keys. Pass e.g. "
+                    "prefix='attn_2'."
+                )
+        _writing.extend((writer, self) for writer in self._writers)
+        for writer in self._writers:
+            sharing = [watch for other, watch in _writing if other is writer]
+            layout = arrange((watch._prefix, watch._options) for watch in sharing)
+            for watch in sharing:
+                for other, (_, sink) in zip(watch._writers, watch._sinks, strict=True):
+                    if other is writer:
+                        sink.arrange(layout)
+
     def _begin(self) -> Snapshot | None:
         if not self._monitor.due(self.step_count):
             return None
@@ -223,10 +249,10 @@ class Watch:
         snapshot = self._monitor.note(snapshot, **self._known | looked_at)
         if snapshot is not None and self._sinks:
             with self._monitor.writing():
-                scalars = snapshot.scalars(per_head=self._per_head)
+                scalars = snapshot.scalars(per_head=self._per_head, prefix=self._prefix)
                 due = worth_pictures(snapshot, self._options.every_n_steps)
                 for name, sink in self._sinks:
-                    write = partial(sink.write, snapshot, scalars, prefix="attn", images=due)
+                    write = partial(sink.write, snapshot, scalars, prefix=self._prefix, images=due)
                     self._monitor.attempt(f"writer {name}", write)
         return snapshot
 
@@ -263,6 +289,7 @@ def watch(
     baselines: str | None = None,
     writer: Any = None,
     per_head: bool = False,
+    prefix: str = "attn",
 ) -> Watch:
     """Watches the attention heads of a model in a plain PyTorch loop.
 
@@ -282,6 +309,7 @@ def watch(
         writer: What the samples are written to, or a list of such: a TensorBoard ``SummaryWriter``, or a logger of
             Fabric or Lightning (see `attnmon.AttentionMonitor` for what each gets). None: nothing is written.
         per_head: Writes a scalar per head beside those per layer.
+        prefix: First part of each key that is written. Two that write to one writer at a time need different ones.
         rows: Query positions looked at per sequence, stratified over position, or ``"all"``.
         sequences: Most sequences of a batch that are looked at, drawn at random.
         tokens: ``"valid"`` or ``"labelled"``; this and the following as for `attnmon.AttentionMonitor`.
@@ -310,7 +338,8 @@ def watch(
         A `Watch`: ``.step()`` after each optimizer step gives a Snapshot or None, ``.latest`` the newest one.
 
     Raises:
-        ValueError: An argument is out of range, or no attention can be found in the model.
+        ValueError: An argument is out of range, or no attention can be found in the model; on entering ``with``, if
+            another one writes under the same prefix to the same writer.
 
     Example:
         >>> import torch
@@ -348,4 +377,4 @@ def watch(
         keep_batches=keep_batches,
         baselines=baselines,
     )
-    return Watch(model, options, probe, writer, per_head)
+    return Watch(model, options, probe, writer, per_head, prefix)

@@ -138,7 +138,9 @@ class Monitor:
         self._order = list(state["order"])
         self._warned = set(state["warned"])
         self._events.load_state_dict(state)
-        self._not_before, self._pace = state.get("not_before", 0), state.get("pace")
+        # Another cadence holds at once, unless the limit of the cost stands against it.
+        self._not_before = 0 if self.options.max_overhead is None else state.get("not_before", 0)
+        self._pace = state.get("pace")
         if "meter" in state:
             self.meter.load_state_dict(state["meter"])
         if self._rules is not None and state["rules"] is not None:
@@ -390,16 +392,19 @@ class Monitor:
         self._pace = (step, rest)
         per_step = (rest - since[1]) / (step - since[0])
         following = next_step(step, every, limit, spent=before + mine, seconds=mine, run_time=run, per_step=per_step)
+        planned = (step // every + 1) * every
         if source == "validation":
-            following = max(self._not_before, (step // every + 1) * every)
-        elif following > (step // every + 1) * every:
+            following = max(self._not_before, planned)
+        elif following == planned:
+            self._not_before = 0  # so that a run that is taken up again with another cadence keeps to that at once
+        else:
+            self._not_before = following
             self.warn(
                 "max_overhead",
                 f"attnmon samples less often than every {every} steps, to keep to max_overhead={limit}: a sample takes "
                 f"{mine:.2g} s, and the next one is due at step {following}. Measure less (rows, sequences, layers, "
                 "quantities) to see more often. `attn/monitor/every_n_steps` says how often it samples.",
             )
-        self._not_before = following
         without = time.perf_counter() - self._opened_at - seconds if source == "train" else math.nan
         return Cost(
             seconds=seconds,

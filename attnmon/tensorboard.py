@@ -173,9 +173,10 @@ class Board:
         scope: What whoever writes the scalars puts before their keys.
         every_n_steps: The cadence.
         levels: Fixed limits of the rules.
-        layout: The "Custom Scalars" page, written once; None: none.
+        layout: The "Custom Scalars" page; None: none.
 
     Attributes:
+        layout: The page that is still to be written, with the next sample.
         written: Bytes in the event file so far, as far as they are the monitor's.
     """
 
@@ -195,7 +196,7 @@ class Board:
         self._scope = scope
         self._every_n_steps = every_n_steps
         self._levels = tuple(levels)
-        self._layout = layout
+        self.layout = layout
         self._tabs: dict[str, TabWriter] = {}
 
     def counted(self, scalars: Mapping[str, float], step: int) -> dict[str, float]:
@@ -206,9 +207,9 @@ class Board:
 
     def write(self, snapshot: Snapshot, *, prefix: str, images: bool) -> None:
         """All but the scalars."""
-        if self._layout is not None:
-            self._writer.add_custom_scalars(self._layout)
-            self._layout = None
+        if self.layout is not None:
+            self._writer.add_custom_scalars(self.layout)
+            self.layout = None
         self.written += self._tab(prefix).write(snapshot, every_n_steps=self._every_n_steps, levels=self._levels)
         self.written += write_pictures(self._writer, snapshot, images=images, prefix=f"{self._scope}{prefix}")
 

@@ -138,6 +138,17 @@ class TestMaxOverhead:
             snapshots = run(model, following + 1, monitor, clock, 0.1)
         assert [s.step for s in snapshots] == [following]
 
+    @pytest.mark.parametrize("limit", [None, 0.5])
+    @pytest.mark.parametrize(("before", "after", "expected"), [(50, 2, [8, 10, 12]), (3, 2, [8, 10, 12]), (2, 5, [10])])
+    def test_a_resumed_run_takes_up_another_cadence_at_once(self, monkeypatch, limit, before, after, expected):
+        clock, model = Clock(monkeypatch), tiny_gpt2()
+        with watch(model, before, max_overhead=limit, alerts=False) as monitor:
+            run(model, 8, monitor, clock, 100.0)
+            state = monitor.state_dict()
+        with watch(model, after, max_overhead=limit, alerts=False) as monitor:
+            monitor.load_state_dict(state)
+            assert [s.step for s in run(model, 6, monitor, clock, 100.0)] == expected
+
     @pytest.mark.parametrize("value", [0, -0.1, 1.5, "1%", True, math.nan])
     def test_what_is_no_share_is_refused(self, value):
         with pytest.raises(ValueError, match="Expected `max_overhead` to be None or a share"):

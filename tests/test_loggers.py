@@ -235,6 +235,44 @@ def test_watch_writes_to_loggers_too(tmp_path):
     assert found.Tensors("custom_scalars__config__")
 
 
+class TestTwoOfOneWriter:
+    def test_stand_under_their_own_prefixes_and_on_one_page(self, tmp_path):
+        writer = SummaryWriter(tmp_path)
+        with (
+            watch(tiny_gpt2(), 1, writer=writer) as first,
+            watch(tiny_gpt2(layers=3), 1, writer=writer, prefix="teacher") as second,
+        ):
+            for monitor in (second, first):
+                monitor._model(**token_batches(1)[0]).loss.backward()
+                monitor.step()
+        writer.close()
+        found = events(tmp_path)
+        assert {"attn/entropy/layer_01", "teacher/entropy/layer_02"} <= set(found.Tags()["scalars"])
+        assert {"attnmon/attn/entropy", "attnmon/teacher/entropy"} <= set(found.Tags()["tensors"])
+        for page in found.Tensors("custom_scalars__config__"):
+            (layout,) = page.tensor_proto.string_val
+            assert b"^attn/entropy/normalized/" in layout
+            assert b"^teacher/entropy/normalized/" in layout
+
+    def test_need_them_as_long_as_both_are_entered(self, tmp_path):
+        writer = SummaryWriter(tmp_path)
+        first = watch(tiny_gpt2(), writer=writer)
+        second = watch(tiny_gpt2(), writer=[writer])
+        with first:
+            with pytest.raises(ValueError, match="SummaryWriter to have a `prefix` of its own, but two have 'attn'"):
+                second.__enter__()
+            with watch(tiny_gpt2(), writer=SummaryWriter(tmp_path / "other")):
+                pass
+        with second:
+            pass
+        writer.close()
+
+    @pytest.mark.parametrize("prefix", ["", "attn/", 3])
+    def test_need_names(self, prefix):
+        with pytest.raises(ValueError, match="Expected `prefix` to be a name"):
+            watch(tiny_gpt2(), prefix=prefix)
+
+
 def test_a_writer_without_a_way_in_gets_the_rest_and_one_warning():
     class Bare:
         def __init__(self):
