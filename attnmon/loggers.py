@@ -137,12 +137,14 @@ def make_board(
 ) -> Board:
     """A run's TensorBoard, for a monitor with these options."""
     rules = (options.rules or AlertRules()) if options.alerts else None
+    measured = [column.name for column in options.columns()]
     return Board(
         writer,
         prefix=prefix,
         scope=scope,
         every_n_steps=options.every_n_steps,
-        levels=() if rules is None else rules.fixed_levels(column.name for column in options.columns()),
+        levels=() if rules is None else rules.fixed_levels(measured),
+        own_limits=() if rules is None else rules.own_limits(measured),
         layout=layout,
     )
 

@@ -501,6 +501,7 @@ class Monitor:
                     snapshot,
                     alerts=alerts,
                     alarmed=self._rules.alarmed(),
+                    limits=self._rules.limits(),
                     recoveries=tuple(self._rules.recoveries),
                 )
             self.latest = snapshot

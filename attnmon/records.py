@@ -1,15 +1,17 @@
 """What the Attention tab and the report read from a run's event files, and what a monitor writes there.
 
-Three kinds of data under TensorBoard's plugin name ``attnmon``, all of them tensors, for each prefix (``attn``, and
+Four kinds of data under TensorBoard's plugin name ``attnmon``, all of them tensors, for each prefix (``attn``, and
 ``attn_val`` for validations):
 
 - ``heads``, tag ``attnmon/<prefix>/<path of the quantity>``: float32 ``(layers, heads)``, one row per layer number and
   as many columns as the layer with the most heads has. NaN where there is no such head, or it was not measured.
+- ``limits``, tag ``attnmon/<prefix>/limits/<rule>/<path of the quantity>``: likewise the limits that a rule has learned
+  from each head itself; NaN where it does not judge the head.
 - ``run``, tag ``attnmon/<prefix>/run``: JSON in a string tensor, see `run_record`; again whenever it changes.
 - ``warnings``, tag ``attnmon/<prefix>/warnings``: JSON in a string tensor, see `warnings_record`; at steps with alerts,
   and where heads have recovered.
 
-The content of a tag's metadata is JSON, see `metadata`: which of the three it is, and the version of this format. All
+The content of a tag's metadata is JSON, see `metadata`: which of these it is, and the version of this format. All
 JSON here is strict: what is not finite is null.
 """
 
@@ -44,27 +46,43 @@ __all__ = [
 
 PLUGIN = "attnmon"
 VERSION = 1
-KINDS = ("heads", "run", "warnings")
+KINDS = ("heads", "limits", "run", "warnings")
 
 
 class UnreadableError(ValueError):
     """Data that is not ours, broken, or of a later version; the text says which."""
 
 
-def tag_of(kind: str, prefix: str = "attn", quantity: str = "") -> str:
+def tag_of(kind: str, prefix: str = "attn", quantity: str = "", rule: str = "") -> str:
     """The tag of a kind of data.
+
+    Args:
+        kind: Which.
+        prefix: Of the monitor.
+        quantity: Of heads and limits.
+        rule: Of limits.
 
     Example:
         >>> tag_of("heads", quantity="separability@10")
         'attnmon/attn/separability/top_10'
         >>> tag_of("warnings")
         'attnmon/attn/warnings'
+        >>> tag_of("limits", quantity="score_spread", rule="score_growth")
+        'attnmon/attn/limits/score_growth/logits/spread'
     """
+    if kind == "limits":
+        return f"{PLUGIN}/{prefix}/limits/{rule}/{path_of(quantity)}"
     return f"{PLUGIN}/{prefix}/{path_of(quantity) if kind == 'heads' else kind}"
 
 
-def metadata(kind: str, prefix: str = "attn", quantity: str = "") -> bytes:
+def metadata(kind: str, prefix: str = "attn", quantity: str = "", rule: Mapping[str, Any] | None = None) -> bytes:
     """The content of a tag's metadata.
+
+    Args:
+        kind: Which kind of data.
+        prefix: Of the monitor.
+        quantity: Of heads and limits.
+        rule: Of limits: ``{"rule", "title", "severity", "rises"}``.
 
     Example:
         >>> read_json(metadata("heads", quantity="entropy_normalized"))["title"]
@@ -81,6 +99,8 @@ def metadata(kind: str, prefix: str = "attn", quantity: str = "") -> bytes:
             "rise": known.rise if known else "",
             "fall": known.fall if known else "",
         }
+    if kind == "limits":
+        content |= {"quantity": quantity, **(rule or {})}
     return to_json(content)
 
 

@@ -37,6 +37,9 @@ class Snapshot:
         alerts: What the rules said about this sample: one entry per rule that has something new to say.
         alarmed: Rule -> layer number -> heads that are under its alarm, said before or now; an entry for every rule
             that is on.
+        limits: Rule -> quantity -> layer number -> one number per head: the limits that the rule has learned from the
+            head itself, NaN where it does not judge the head yet. See `attnmon.alerts.AlertRules.fixed_levels` for
+            those that are the same for all.
         recoveries: Of which heads the rules say that an alarm is over: one entry per rule.
         source: ``"train"``, ``"probe"`` or ``"validation"``.
         rerun: Whether attention that runs compiled was read in a second pass over the sequences looked at,
@@ -56,6 +59,7 @@ class Snapshot:
     not_measured: Mapping[str, str] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
     alarmed: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    limits: Mapping[str, PerHead] = field(default_factory=dict)
     recoveries: tuple[Alert, ...] = ()
     source: str = "train"
     rerun: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -106,13 +107,22 @@ class TabWriter:
             self._file, self._described, self._run, self._alarmed = file, set(), None, None
         self.available = callable(getattr(file, "add_summary", None))
 
-    def write(self, snapshot: Snapshot, *, every_n_steps: int = 1, levels: Iterable[Mapping[str, Any]] = ()) -> int:
-        """One tensor per quantity; alerts and the heads under alarm, and what the run is like, where these are new.
+    def write(
+        self,
+        snapshot: Snapshot,
+        *,
+        every_n_steps: int = 1,
+        levels: Iterable[Mapping[str, Any]] = (),
+        own_limits: Iterable[Mapping[str, Any]] = (),
+    ) -> int:
+        """One tensor per quantity, and per limit that each head has of its own; alerts, the heads under alarm, and what
+        the run is like, where these are new.
 
         Args:
             snapshot: The sample.
             every_n_steps: The cadence.
             levels: Fixed limits of the rules.
+            own_limits: See `attnmon.alerts.AlertRules.own_limits`.
 
         Returns:
             Bytes written.
@@ -139,18 +149,30 @@ class TabWriter:
             self._run = run
         for quantity, layers in snapshot.values.items():
             self._add(summary, "heads", make_tensor_proto(records.heads_matrix(layers)), quantity)
+        for about in own_limits:
+            limits = snapshot.limits.get(about["rule"], {}).get(about["quantity"])
+            if limits is not None:
+                self._add(summary, "limits", make_tensor_proto(records.heads_matrix(limits)), about["quantity"], about)
         if snapshot.alerts or (snapshot.alarmed and snapshot.alarmed != self._alarmed):
             warnings = records.warnings_record(snapshot.step, snapshot.alerts, snapshot.alarmed)
             self._add(summary, "warnings", make_tensor_proto(records.to_json(warnings)))
             self._alarmed = snapshot.alarmed
         return self._pass_on(summary, snapshot.step)
 
-    def _add(self, summary: Summary, kind: str, tensor: TensorProto, quantity: str = "") -> None:
-        value = summary.value.add(tag=records.tag_of(kind, self._prefix, quantity), tensor=tensor)
+    def _add(
+        self,
+        summary: Summary,
+        kind: str,
+        tensor: TensorProto,
+        quantity: str = "",
+        rule: Mapping[str, Any] | None = None,
+    ) -> None:
+        name = "" if rule is None else rule["rule"]
+        value = summary.value.add(tag=records.tag_of(kind, self._prefix, quantity, name), tensor=tensor)
         if value.tag not in self._described:
             self._described.add(value.tag)
             value.metadata.plugin_data.plugin_name = records.PLUGIN
-            value.metadata.plugin_data.content = records.metadata(kind, self._prefix, quantity)
+            value.metadata.plugin_data.content = records.metadata(kind, self._prefix, quantity, rule)
             value.metadata.data_class = 2  # DATA_CLASS_TENSOR: without it TensorBoard shows nothing of the tag
 
     def _pass_on(self, summary: Summary, step: int) -> int:
@@ -173,6 +195,7 @@ class Board:
         scope: What whoever writes the scalars puts before their keys.
         every_n_steps: The cadence.
         levels: Fixed limits of the rules.
+        own_limits: See `attnmon.alerts.AlertRules.own_limits`.
         layout: The "Custom Scalars" page; None: none.
 
     Attributes:
@@ -188,6 +211,7 @@ class Board:
         scope: str = "",
         every_n_steps: int = 1,
         levels: Iterable[Mapping[str, Any]] = (),
+        own_limits: Iterable[Mapping[str, Any]] = (),
         layout: Mapping[str, Any] | None = None,
     ) -> None:
         self.written = 0
@@ -196,8 +220,10 @@ class Board:
         self._scope = scope
         self._every_n_steps = every_n_steps
         self._levels = tuple(levels)
+        self._own_limits = tuple(own_limits)
         self.layout = layout
         self._tabs: dict[str, TabWriter] = {}
+        self._closed = False  # to the tab's data
 
     def counted(self, scalars: Mapping[str, float], step: int) -> dict[str, float]:
         """The scalars, and as one more of them the bytes written when they are."""
@@ -210,8 +236,27 @@ class Board:
         if self.layout is not None:
             self._writer.add_custom_scalars(self.layout)
             self.layout = None
-        self.written += self._tab(prefix).write(snapshot, every_n_steps=self._every_n_steps, levels=self._levels)
+        # First what every writer has a public way for.
         self.written += write_pictures(self._writer, snapshot, images=images, prefix=f"{self._scope}{prefix}")
+        if not self._closed:
+            self._write_tab(snapshot, prefix)
+
+    def _write_tab(self, snapshot: Snapshot, prefix: str) -> None:
+        try:
+            self.written += self._tab(prefix).write(
+                snapshot, every_n_steps=self._every_n_steps, levels=self._levels, own_limits=self._own_limits
+            )
+        except OSError:  # a full disk: the next sample is tried again
+            raise
+        except Exception:  # the way in is the writer's own affair, and may have changed
+            self._closed = True
+            warnings.warn(
+                "attnmon writes nothing more for the Attention tab to this TensorBoard writer "
+                f"({type(self._writer).__name__}), whose way in for such data failed; scalars, images and texts go "
+                f"on.\n{traceback.format_exc()}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _tab(self, prefix: str) -> TabWriter:
         tab = self._tabs.get(prefix)

@@ -357,3 +357,55 @@ def test_baselines_fit_a_model_inside_another_module(saved, asked):
         for alert in second.update(step, {"entropy_normalized": {0: [0.9]}}, layers={0: asked})
     ]
     assert len(told) == 1
+
+
+class TestOwnLimits:
+    def test_are_learned_from_each_head_and_unknown_before(self):
+        engine = AlertEngine()
+        assert engine.limits() == {}
+        values = {"entropy_normalized": {2: [0.5, 0.02]}, "score_spread": {2: [3.2, 0.3]}}
+        engine.update(step=0, values=values)
+        limits = engine.limits()
+        assert limits["entropy_rise"]["entropy_normalized"][2] == pytest.approx([0.7, 0.02 + 0.4 * 0.98])
+        assert limits["entropy_collapse"]["entropy_normalized"][2] == pytest.approx([0.05, NAN], nan_ok=True)
+        assert limits["score_growth"]["score_spread"][2] == pytest.approx([9.6, 6.0])
+        assert limits["uniform_drift"]["score_spread"][2] == pytest.approx([NAN, NAN], nan_ok=True)  # not settled
+        engine.update(step=1, values=values)
+        assert engine.limits()["uniform_drift"]["score_spread"][2] == pytest.approx([0.15 * 3.2, NAN], nan_ok=True)
+        assert set(engine.limits()) == {"uniform_drift", "entropy_rise", "entropy_collapse", "score_growth"}
+
+    @pytest.mark.parametrize(
+        ("rule", "quantity", "usual", "past"),
+        [
+            (RISE, "entropy_normalized", 0.5, 1.001),
+            (alerts.EntropyCollapse(patience=1), "entropy_normalized", 0.5, 0.999),
+            (alerts.SeparabilityLoss(patience=1), "separability@10", 0.7, 0.999),
+            (alerts.ScoreGrowth(spread=50, leave_spread=40), "score_spread", 3.0, 1.001),
+            (alerts.UniformDrift(patience=1, sudden_share=0.01), "score_spread", 3.0, 0.999),
+        ],
+        ids=lambda value: getattr(value, "name", None),
+    )
+    def test_beyond_them_a_figure_counts(self, rule, quantity, usual, past):
+        for factor, expected in ((2 - past, 0), (past, 1)):
+            engine = only(rule)
+            raised, _ = shown(engine, [usual], [usual], [usual], quantity=quantity)
+            assert not raised
+            (limit,) = engine.limits()[rule.name][quantity][0]
+            raised, _ = shown(engine, [limit * factor], quantity=quantity, start=30)
+            assert len(raised) == expected
+
+    def test_come_back_from_a_checkpoint_and_stand_still_under_alarm(self):
+        engine = only(RISE)
+        shown(engine, [0.5], [0.5], [0.9], quantity="entropy_normalized")
+        limits = engine.limits()
+        shown(engine, [0.9], [0.9], quantity="entropy_normalized", start=30)
+        assert engine.limits() == limits
+        again = only(RISE)
+        again.load_state_dict(through_json(engine.state_dict()))
+        shown(again, [0.9], quantity="entropy_normalized", start=50)
+        assert again.limits() == limits
+
+    def test_rules_say_which_there_are(self):
+        rules = AlertRules(score_growth=None)
+        about = {(limit["rule"], limit["quantity"]) for limit in rules.own_limits(["score_spread", "separability@5"])}
+        assert about == {("uniform_drift", "score_spread"), ("separability_loss", "separability@5")}

@@ -6,6 +6,7 @@ import copy
 import csv
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoardLogger
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
-from toys import LanguageModule, MemoryLogger, ValidatedModule, loader, tiny_gpt2, token_batches, trainer
+from toys import LanguageModule, MemoryLogger, ValidatedModule, loader, spread, tiny_gpt2, token_batches, trainer
 
 from attnmon import AttentionMonitor, watch
 from attnmon.loggers import flat_heads, make_sink
@@ -293,6 +295,80 @@ def test_a_writer_without_a_way_in_gets_the_rest_and_one_warning():
     assert sum("Attention tab" in str(w.message) for w in caught) == 1
     assert ("attn/entropy/layer_00", 2) in writer.scalars
     assert ("attn/entropy/heads", 0) in writer.images
+
+
+def raising(*_):
+    raise RuntimeError("not like this any more")
+
+
+class TestAChangedWayIn:
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"_get_file_writer": raising},
+            {"_get_file_writer": lambda purpose: None},
+            {"_get_file_writer": lambda: SimpleNamespace(add_summary=lambda summary: None)},
+            {"_get_file_writer": lambda: SimpleNamespace(add_summary=raising)},
+        ],
+        ids=["raises", "wants_an_argument", "add_summary_wants_another", "add_summary_raises"],
+    )
+    def test_costs_the_tab_alone_and_one_warning(self, tmp_path, changed):
+        board = SummaryWriter(tmp_path)
+        names = ("add_scalar", "add_image", "add_text", "add_custom_scalars")
+        writer = SimpleNamespace(**{name: getattr(board, name) for name in names}, **changed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop(loud().model, writer=writer, strict=False)
+        board.close()
+        said = [str(warning.message) for warning in caught if "Attention tab" in str(warning.message)]
+        assert len(said) == 1
+        assert "scalars, images and texts go on" in said[0]
+        found = events(tmp_path)
+        assert [event.step for event in found.Scalars("attn/entropy/layer_00")] == [0, 1, 2]
+        assert [event.step for event in found.Images("attn/entropy/heads")] == [0, 1, 2]
+        assert any(tag.startswith("attn/warnings/") for tag in found.Tags()["tensors"])
+        assert not any(tag.startswith("attnmon/") for tag in found.Tags()["tensors"])
+
+    def test_a_full_disk_is_none(self, tmp_path):
+        failing = iter([True, False, False])
+
+        def add_summary(*arguments):
+            if next(failing):
+                raise OSError(28, "No space left on device")
+            written.append(arguments)
+
+        written = []
+        board = SummaryWriter(tmp_path)
+        names = ("add_scalar", "add_image", "add_text", "add_custom_scalars")
+        file = SimpleNamespace(add_summary=add_summary)
+        writer = SimpleNamespace(**{name: getattr(board, name) for name in names}, _get_file_writer=lambda: file)
+        with pytest.warns(UserWarning, match="(?s)could not write to writer SimpleNamespace.*No space left"):
+            loop(tiny_gpt2(), writer=writer, strict=False)
+        board.close()
+        assert [step for _, step in written] == [1, 2]
+
+
+def test_each_heads_own_limits_are_in_the_tabs_data(tmp_path):
+    writer = SummaryWriter(tmp_path)
+    monitor = loop(spread(tiny_gpt2()).train(), steps=2, writer=writer)
+    writer.close()
+    found = events(tmp_path)
+    tag = "attnmon/attn/limits/entropy_rise/entropy/normalized"
+    about = read_json(found.SummaryMetadata(tag).plugin_data.content)
+    assert about == {
+        "version": 1,
+        "kind": "limits",
+        "prefix": "attn",
+        "rule": "entropy_rise",
+        "title": "entropy rising",
+        "severity": "watch",
+        "quantity": "entropy_normalized",
+        "rises": True,
+    }
+    limits = [tensor_util.make_ndarray(event.tensor_proto) for event in found.Tensors(tag)]
+    assert [limit.shape for limit in limits] == [(2, 2), (2, 2)]
+    expected = monitor.latest.limits["entropy_rise"]["entropy_normalized"]
+    assert limits[-1].tolist() == [pytest.approx(expected[layer]) for layer in (0, 1)]
 
 
 def test_a_writer_that_is_closed_in_between_goes_on_in_a_file_that_can_be_read(tmp_path):

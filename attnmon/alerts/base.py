@@ -84,6 +84,12 @@ class Signal:
         """Its name among the signals of its rule."""
         return f"{self.quantity}:{self.way}" if self.way else self.quantity
 
+    @property
+    def own_limit(self) -> bool:
+        """Whether each head has a limit of its own at all times, which moves slowly: one to be drawn beside it."""
+        follows = self.learning is not None and 0.0 < max(self.learning) < 1.0
+        return follows and not self.crowd and not self.grace
+
 
 @dataclass(slots=True)
 class HeadMemory:

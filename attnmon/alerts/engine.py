@@ -99,6 +99,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
         self._raised: dict[str, int] = {}
         self._heads: dict[int, int] = {}  # number of heads of each layer that was ever measured
         self._paths: dict[int, str] = {}
+        self._quantities: tuple[str, ...] = ()  # of the newest sample
         self._given: Baselines | None = None
 
     def update(
@@ -127,6 +128,7 @@ selects less. Also under alarm there: uniform_drift since step 100.
             `recoveries`.
         """
         self._paths.update(layers or {})
+        self._quantities = tuple(values)
         known = dict(self._heads)
         for table in (*values.values(), nonfinite or {}):
             for layer, row in table.items():
@@ -272,6 +274,23 @@ selects less. Also under alarm there: uniform_drift since step 100.
                 known[head] = min(since, known.get(head, since))
         return result
 
+    def limits(self) -> dict[str, dict[str, dict[int, list[float]]]]:
+        """Rule -> quantity -> layer -> one number per head: the limits that are learned from the head itself.
+
+        Beyond it a figure counts, if the rule's other conditions hold. Limits are those of the coming sample. NaN where
+        the rule does not judge the head yet.
+        """
+        found: dict[str, dict[str, dict[int, list[float]]]] = {}
+        for rule in self.rules.active():
+            memories = self._memory.get(rule.name, {})
+            for signal in rule.signals(self._quantities):
+                if signal.own_limit and signal.quantity in self._quantities and signal.key in memories:
+                    found.setdefault(rule.name, {})[signal.quantity] = {
+                        layer: [_limit(rule, signal, own[head]) for head in range(len(own))]
+                        for layer, own in memories[signal.key].items()
+                    }
+        return found
+
     def counts(self) -> dict[str, int]:
         """``{rule: number of heads in trouble now}``, every active rule included: what ``attn/warnings/...`` logs."""
         return {name: sum(len(heads) for heads in layers.values()) for name, layers in self.alarmed().items()}
@@ -393,6 +412,12 @@ def _without(told: Sequence[Told], known: Starts) -> list[Told]:
         if layers:
             result.append(Told(one.signal, layers))
     return result
+
+
+def _limit(rule: Rule, signal: Signal, memory: HeadMemory) -> float:
+    if memory.baseline is None or not rule.ready(signal, memory):
+        return math.nan
+    return rule.limits(signal, memory.baseline)[0]
 
 
 def _judged(rule: Rule, row: Sequence[float], errors: Sequence[float | None]) -> Iterator[tuple[int, float, float]]:

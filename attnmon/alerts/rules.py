@@ -84,3 +84,27 @@ class AlertRules:
             for signal in rule.signals(measured)
             if signal.learning is None and not signal.crowd and signal.quantity in measured
         )
+
+    def own_limits(self, quantities: Iterable[str]) -> tuple[dict[str, Any], ...]:
+        """What is to be said of the limits that are learned from each head itself, see `AlertEngine.limits`.
+
+        Args:
+            quantities: What is measured.
+
+        Example:
+            >>> [(limit["rule"], limit["rises"]) for limit in AlertRules().own_limits(["score_spread"])]
+            [('uniform_drift', False), ('score_growth', True)]
+        """
+        measured = tuple(quantities)
+        return tuple(
+            {
+                "rule": rule.name,
+                "title": rule.title,
+                "severity": rule.severity,
+                "quantity": signal.quantity,
+                "rises": signal.rises,
+            }
+            for rule in self.active()
+            for signal in rule.signals(measured)
+            if signal.own_limit and signal.quantity in measured
+        )
