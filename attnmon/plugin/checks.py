@@ -8,11 +8,21 @@ from typing import Any
 
 from attnmon.records import UnreadableError
 
-__all__ = ["check_shape", "number", "run_record", "warnings_record"]
+__all__ = ["check_shape", "counted", "number", "run_record", "warnings_record"]
 
 _MOST_PLACES = 10_000  # layers, or heads of one
 _MOST_CELLS = 2**18  # a page that draws more does not answer any longer
 _MOST_STEPS = 2**53
+
+
+def counted(count: int, word: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "layer"), counted(2, "layer")
+        ('1 layer', '2 layers')
+    """
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def number(value: object) -> float | None:
@@ -90,8 +100,8 @@ def check_shape(record: Mapping[str, Any], shape: tuple[int, int] | None) -> Non
     for layer in record["layers"]:
         if shape is not None and (layer["number"] >= shape[0] or layer["heads"] > shape[1]):
             raise UnreadableError(
-                f"it says that layer {layer['number']} has {layer['heads']} heads, where the samples are of "
-                f"{shape[0]} layers x {shape[1]} heads"
+                f"it says that layer {layer['number']} has {counted(layer['heads'], 'head')}, where the samples are of "
+                f"{counted(shape[0], 'layer')} x {counted(shape[1], 'head')}"
             )
 
 

@@ -20,10 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m attnmon.report",
         description="Writes one self-contained HTML page, and JSON beside it, about the attention heads of a run, or "
-        "of two runs and how they differ, from their TensorBoard event files.",
+        "of two runs and how they differ, from their TensorBoard event files, or the metrics.csv of Lightning's CSV "
+        "logger.",
     )
     parser.add_argument(
-        "run_dir", nargs="+", metavar="RUN_DIR", help="folder with the event files of a run; one or two"
+        "run_dir",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folder with the event files or the metrics.csv of a run; one or two",
     )
     parser.add_argument(
         "--output",
@@ -51,7 +55,7 @@ def _announce(run_dirs: Sequence[str]) -> None:
     """Says so where reading takes a while: TensorBoard's reader checks every byte, in Python."""
     size = sum(path.stat().st_size for run_dir in run_dirs for path in find_run(run_dir).files)
     if size > _LARGE:
-        sys.stderr.write(f"Reading {size / 1e6:.0f} MB of event files; a minute is enough for 200 to 300 MB.\n")
+        sys.stderr.write(f"Reading {size / 1e6:.0f} MB of logs; a minute is enough for 200 to 300 MB.\n")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmon.report.text import esc, number
+from attnmon.report.text import esc, number, tick_labels
 
 __all__ = ["Limit", "Line", "Marker", "curves", "sparkline"]
 
 _Figures = NDArray[np.floating[Any]]
 _CHART = (680, 230)
-_LEFT = 52
+_LEFT = 52  # at least; more where the labels need it
+_LETTER = 5.8  # width of a label's character, roughly
 _POINTS = 160  # of a curve; more can't be told apart at its width
 
 
@@ -58,14 +59,14 @@ class _Axis:
         return round(self.begin + (self.end - self.begin) * ((value - self.low) / span if span > 0 else 0.5), 1)
 
 
-def _ticks(low: float, high: float, about: int) -> tuple[float, ...]:
-    """Round figures between two ends."""
+def _ticks(low: float, high: float, about: int, least: float = 0.0) -> tuple[float, ...]:
+    """Round figures between two ends, at least ``least`` apart: 1 for whole ones."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return (low,)
     raw = span / about
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((power * factor for factor in (1, 2, 5) if power * factor >= raw), 10 * power)
+    step = max(next((power * factor for factor in (1, 2, 5) if power * factor >= raw), 10 * power), least)
     return tuple(i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1))
 
 
@@ -123,18 +124,21 @@ def curves(
     low, high = min([low, *(limit.value for limit in near)]), max([high, *(limit.value for limit in near)])
     pad = 0.05 * ((high - low) or abs(high) or 1.0)
     y = _Axis(low - pad, high + pad, bottom, 8)
-    x = _Axis(*((int(steps[0]), int(steps[-1])) if len(steps) else (0, 1)), _LEFT, right)
+    rows = _ticks(y.low, y.high, 5)
+    labels = tick_labels(rows)
+    left = max(_LEFT, round(12 + _LETTER * max(map(len, labels))))
+    x = _Axis(*((int(steps[0]), int(steps[-1])) if len(steps) else (0, 1)), left, right)
+    fine = (y.high - y.low) / 100
 
     parts = [f'<svg class="curves" role="img" aria-label="{esc(label)}" viewBox="0 0 {width} {height}">']
-    for tick in _ticks(y.low, y.high, 5):
-        parts.append(f'<path class="grid" d="M{_LEFT} {y.at(tick):g}H{right}"/>')
-        parts.append(f'<text class="tick end" x="{_LEFT - 5}" y="{y.at(tick) + 3.5:g}">{number(tick)}</text>')
-    parts.append(f'<text class="tick end" x="{_LEFT - 14}" y="{height - 4}">step</text>')
-    for tick in _ticks(x.low, x.high, 8):
-        if tick == round(tick):
-            parts.append(f'<text class="tick mid" x="{x.at(tick):g}" y="{height - 4}">{tick:.0f}</text>')
+    for tick, name in zip(rows, labels, strict=True):
+        parts.append(f'<path class="grid" d="M{left} {y.at(tick):g}H{right}"/>')
+        parts.append(f'<text class="tick end" x="{left - 5}" y="{y.at(tick) + 3.5:g}">{name}</text>')
+    parts.append(f'<text class="tick end" x="{left - 14}" y="{height - 4}">step</text>')
+    for tick in _ticks(x.low, x.high, 8, least=1.0):
+        parts.append(f'<text class="tick mid" x="{x.at(tick):g}" y="{height - 4}">{tick:.0f}</text>')
     if zero:
-        parts.append(f'<path class="axis" d="M{_LEFT} {y.at(0.0):g}H{right}"/>')
+        parts.append(f'<path class="axis" d="M{left} {y.at(0.0):g}H{right}"/>')
     if band is not None and len(steps):
         parts.append(_band(x, y, steps, *band))
     kept = _thin(len(steps), _POINTS)
@@ -143,21 +147,21 @@ def curves(
         ys = [y.at(value) if math.isfinite(value) else None for value in line.values[kept].tolist()]
         parts.append(f'<path class="line {line.look}" d="{_path(xs, ys)}"><title>{esc(line.name)}</title></path>')
     for limit in near:
-        parts.append(f'<path class="limit" d="M{_LEFT} {y.at(limit.value):g}H{right}"/>')
-        parts.append(_limit_name(limit, y.at(limit.value) - 4))
+        parts.append(f'<path class="limit" d="M{left} {y.at(limit.value):g}H{right}"/>')
+        parts.append(_limit_name(limit, fine, left, y.at(limit.value) - 4))
     for place, limit in enumerate(far):
         above = limit.value > high
         at = 18 + 13 * place if above else bottom - 6 - 13 * place
-        parts.append(_limit_name(limit, at, f", {'above' if above else 'below'} this chart"))
+        parts.append(_limit_name(limit, fine, left, at, f", {'above' if above else 'below'} this chart"))
     for marker in markers:
         shape = f'<path class="mark {esc(marker.severity)}" d="M{x.at(marker.step):g} {bottom + 4}l4.5 9h-9z">'
         parts.append(f"{shape}<title>{esc(marker.name)}</title></path>")
     return "".join([*parts, "</svg>"])
 
 
-def _limit_name(limit: Limit, y: float, more: str = "") -> str:
-    text = f"{esc(limit.name)}: {number(limit.value)}{more}"
-    return f'<text class="tick limit-name" x="{_LEFT + 4}" y="{y:g}">{text}</text>'
+def _limit_name(limit: Limit, fine: float, left: float, y: float, more: str = "") -> str:
+    text = f"{esc(limit.name)}: {number(limit.value, fine)}{more}"
+    return f'<text class="tick limit-name" x="{left + 4}" y="{y:g}">{text}</text>'
 
 
 def _band(x: _Axis, y: _Axis, steps: NDArray[np.int64], low: _Figures, high: _Figures) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attnmon.alerts.base import SEVERITIES
 
-__all__ = ["Alarm", "HeadStatus", "Layer", "RunData", "Scalars", "Section", "Series", "mean_of_heads"]
+__all__ = ["Alarm", "HeadStatus", "Layer", "RunData", "Scalars", "Section", "Series", "fine", "mean_of_heads"]
 
 Floats = NDArray[np.float32]
 Steps = NDArray[np.int64]
@@ -79,6 +79,11 @@ class Series:
     def change(self) -> Floats:
         """Figure at the last sample less first figure of each head."""
         return self.last - self.first
+
+    @property
+    def measured(self) -> bool:
+        """Whether any head has a figure at any sample."""
+        return bool(np.isfinite(self.first).any())
 
     @property
     def lost(self) -> dict[int, list[int]]:
@@ -256,6 +261,13 @@ class RunData:
     times: tuple[float, float] | None
     sections: Mapping[str, Section]
     loss: Scalars | None = field(default=None)
+
+
+def fine(*series: Series) -> float:
+    """What figures may differ by and still look alike: a hundredth of the range of all of them; 0 without one."""
+    low = [float(one.low[np.isfinite(one.low)].min()) for one in series if one.measured]
+    high = [float(one.high[np.isfinite(one.high)].max()) for one in series if one.measured]
+    return (max(high) - min(low)) / 100 if low else 0.0
 
 
 def mean_of_heads(values: NDArray[np.floating[Any]]) -> Floats:

@@ -260,6 +260,8 @@ def _take(events: Events, event: Any) -> None:
         elif not value.HasField("tensor"):
             continue
         elif not events.skips(tag):
+            if events.described[tag]["kind"] == "limits":
+                continue  # a warning carries the limit that was passed
             values = _array(events, tag, value.tensor)
             if values is not None and events.described[tag]["kind"] == "heads":
                 events.add_tensor(tag, step, values)

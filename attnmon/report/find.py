@@ -8,6 +8,7 @@ from pathlib import Path
 
 __all__ = ["Found", "ReportError", "find_run"]
 
+_FILES = "event files or a metrics.csv"
 _NAMED = 8  # folders spelled out in an error
 
 
@@ -41,13 +42,13 @@ def find_run(folder: str | os.PathLike[str]) -> Found:
         ReportError: There is no such folder, no run in it, or more than one.
     """
     if not str(folder).strip():
-        raise ReportError("Expected `run_dir` to be a folder with event files, but got an empty name.")
+        raise ReportError(f"Expected `run_dir` to be a folder with {_FILES}, but got an empty name.")
     root = Path(folder)
     if not root.exists():
-        raise ReportError(f"Expected `run_dir` to be a folder with event files, but {root} does not exist.")
+        raise ReportError(f"Expected `run_dir` to be a folder with {_FILES}, but {root} does not exist.")
     if not root.is_dir():
         raise ReportError(
-            f"Expected `run_dir` to be a folder with event files, but {root} is a file. Pass its folder: {root.parent}"
+            f"Expected `run_dir` to be a folder with {_FILES}, but {root} is a file. Pass its folder: {root.parent}"
         )
     for pick in (_event_files, _metrics_csv):
         runs = {place: files for place in _folders(root) if (files := pick(place))}
@@ -64,8 +65,8 @@ def find_run(folder: str | os.PathLike[str]) -> Found:
                 f"Name one of them, or two to compare them."
             )
     raise ReportError(
-        f"Expected `run_dir` to hold TensorBoard event files (events.out.tfevents...), but found none in {root} or "
-        f"below it."
+        f"Expected `run_dir` to hold TensorBoard event files (events.out.tfevents...), or the metrics.csv of "
+        f"Lightning's CSV logger, but found none in {root} or below it."
     )
 
 

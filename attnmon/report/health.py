@@ -16,7 +16,7 @@ from attnmon.alerts.base import SEVERITIES
 from attnmon.alerts.text import describe_heads
 from attnmon.report.data import Alarm, HeadStatus, Section, Series
 from attnmon.report.maps import Rows, key, status_map
-from attnmon.report.text import NOTHING, esc, note, number, short_path, shortened, table
+from attnmon.report.text import NOTHING, counted, esc, note, number, short_path, shortened, table
 
 __all__ = ["badge", "health", "look_of", "lost_text", "verdict", "warnings", "warnings_text"]
 
@@ -52,8 +52,8 @@ def verdict(section: Section) -> str:
     of_which = ", ".join(f"{kinds[kind]} {esc(kind)}" for kind in dict.fromkeys(order))
     grave = any(look_of(status) == "alarm" for status in under)
     parts = [
-        f"<b{' class=bad' if grave else ''}>{len(under)}</b> of {total} heads {'is' if len(under) == 1 else 'are'} "
-        f"under an alarm at the end of the run{f' ({of_which})' if under else ''}"
+        f"<b{' class=bad' if grave else ''}>{len(under)}</b> of {counted(total, 'head')} "
+        f"{'is' if len(under) == 1 else 'are'} under an alarm at the end of the run{f' ({of_which})' if under else ''}"
     ]
     if back:
         parts.append(f"<b class=back>{back}</b> {'was' if back == 1 else 'were'} earlier and recovered")
@@ -65,7 +65,7 @@ def verdict(section: Section) -> str:
 def warnings_text(section: Section) -> str:
     """How many warnings there were, as far as the files tell."""
     count = len(section.alerts)
-    text = f"{count} warning{'' if count == 1 else 's'}"
+    text = counted(count, "warning")
     if not section.warned_without_records:
         return text
     return f"at least {text}: others are not in these files" if count else _NOT_HERE
@@ -189,7 +189,7 @@ def warnings(section: Section) -> str:
     if section.warned_without_records:
         parts.append(note("These are not all: others are not in these files, or could not be read."))
     for (rule, severity, remedy), alerts in sorted(groups.items(), key=lambda group: _rank(group[0][1])):
-        count = f"{len(alerts)} warning{'s' if len(alerts) > 1 else ''}"
+        count = counted(len(alerts), "warning")
         parts.append(
             f'<div class="rule"><h4><span class="badge {esc(severity)}">{esc(severity)}</span>'
             f'{esc(alerts[0]["title"])} <span class="soft small">{count}</span></h4>'

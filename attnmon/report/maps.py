@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmon.dashboard.names import short_number
 from attnmon.report.text import esc, number, signed
 
 __all__ = ["DIVERGING", "SEQUENTIAL", "Rows", "Scale", "colour_bar", "heat_map", "key", "scale_of", "status_map"]
@@ -166,6 +165,7 @@ def heat_map(
     *,
     label: str,
     unit: str = "",
+    fine: float = 0.0,
     diverging: bool = False,
 ) -> str:
     """A layer x head map.
@@ -177,6 +177,7 @@ def heat_map(
         rows: What its rows are called.
         label: What it shows, for readers that can't see it.
         unit: Follows the figure in the pointer's label.
+        fine: What figures may differ by and still look alike there.
         diverging: Blue to orange instead of dark to light.
     """
     grid = _grid(values.shape[0], values.shape[1], 270, 260)
@@ -186,7 +187,7 @@ def heat_map(
     share = np.where(finite, (values - scale.low) / span, 0.0) if span > 0 else np.full(values.shape, 0.5)
     index = (np.clip(share, 0.0, 1.0) * colours).astype(np.int64).clip(max=colours - 1)
     cells = [
-        [("" if not math.isfinite(value) else short_number(value)) if there else "x" for value, there in pairs]
+        [("" if not math.isfinite(value) else number(value, fine)) if there else "x" for value, there in pairs]
         for pairs in (zip(*pair, strict=True) for pair in zip(values.tolist(), exists.tolist(), strict=True))
     ]
     parts = [_open_map(grid, rows, label, cells, unit)]
@@ -229,8 +230,9 @@ def colour_bar(scale: Scale, unit: str, *, diverging: bool = False, missing: boo
     kind, colours = ("d", len(DIVERGING["light"])) if diverging else ("c", len(SEQUENTIAL))
     steps = "".join(f'<rect class="{kind}{i}" x="{i * 12}" width="12.5" height="10"/>' for i in range(colours))
     text = signed if diverging else number
-    low = f"{text(scale.low)}{' and less' if scale.below else ''}"
-    high = f"{text(scale.high)}{' and more' if scale.above else ''}{f' {esc(unit)}' if unit else ''}"
+    fine = (scale.high - scale.low) / 100
+    low = f"{text(scale.low, fine)}{' and less' if scale.below else ''}"
+    high = f"{text(scale.high, fine)}{' and more' if scale.above else ''}{f' {esc(unit)}' if unit else ''}"
     notes = key("not measured", "nan", stroke=True) if missing else ""
     notes += key("no such head", "absent") if absent else ""
     return (

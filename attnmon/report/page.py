@@ -18,7 +18,7 @@ from attnmon.report.maps import Rows
 from attnmon.report.quantities import main_first, quantity, row_names
 from attnmon.report.sides import cadence_text, comparison, pair_names, size_text, source_text
 from attnmon.report.style import SCRIPT, style
-from attnmon.report.text import NOTHING, esc, measured, note, number, table
+from attnmon.report.text import NOTHING, counted, esc, measured, note, number, plural, table
 
 __all__ = ["GENERATOR", "report_html"]
 
@@ -137,16 +137,18 @@ def _times(times: tuple[float, float] | None) -> str:
 def _loss_text(loss: Scalars | None) -> str:
     if loss is None or not len(loss.values):
         return "none was found among the scalars"
-    first, last = (measured(float(loss.values[place])) for place in (0, -1))
-    broken = np.flatnonzero(~np.isfinite(loss.values))
-    more = f"; not finite {len(broken)} times, from step {loss.steps[broken[0]]} on" if broken.size else ""
+    good = np.isfinite(loss.values)
+    apart = float(np.ptp(loss.values[good])) / 100 if good.any() else 0.0
+    first, last = (measured(float(loss.values[place]), apart) for place in (0, -1))
+    broken = np.flatnonzero(~good)
+    more = f"; not finite {counted(len(broken), 'time')}, from step {loss.steps[broken[0]]} on" if broken.size else ""
     return f"<code>{esc(loss.tag)}</code> {first} at step {loss.steps[0]}, {last} at step {loss.steps[-1]}{more}"
 
 
 def _section(section: Section, rows: Rows, loss: Scalars | None) -> str:
     parts = [_tiles(section), *(note(text) for text in section.notes), health(section, rows)]
     parts.append(f"<h3>Warnings</h3>{warnings(section)}<h3>Each quantity over the run</h3>")
-    if loss is not None and len(loss.values) > 1:
+    if loss is not None and len(loss.values) > 1 and np.isfinite(loss.values).any():
         picture = curves(loss.steps, [Line(loss.values, loss.tag)], label=f"{loss.tag} over steps")
         parts.append(f"<h4>Loss: <code>{esc(loss.tag)}</code></h4>{picture}")
     for name, opened in main_first(section.quantities):
@@ -163,16 +165,17 @@ def _last(section: Section, cost: str) -> float | None:
 
 def _tiles(section: Section) -> str:
     tiles = [
-        (str(section.samples), "samples"),
+        (str(section.samples), plural(section.samples, "sample")),
         (f"{section.steps[0]} to {section.steps[1]}", "steps"),
-        (str(len(section.layers)), "layers"),
+        (str(len(section.layers)), plural(len(section.layers), "layer")),
     ]
     if section.per_head:
-        tiles.append((str(int(section.exists.sum())), "heads"))
+        heads = int(section.exists.sum())
+        tiles.append((str(heads), plural(heads, "head")))
     if section.alerts_on and section.warned_without_records:
         tiles.append((f"{len(section.alerts)} or more" if section.alerts else NOTHING, "warnings: not in these files"))
     elif section.alerts_on:
-        tiles.append((str(len(section.alerts)), "warnings"))
+        tiles.append((str(len(section.alerts)), plural(len(section.alerts), "warning")))
     share = _last(section, "share_of_run")
     if share is not None:
         tiles.append((f"{share:.2%}", "of the run's time: the monitor"))
@@ -183,7 +186,7 @@ def _tiles(section: Section) -> str:
 def _watched(section: Section) -> str:
     facts = [
         ["looked at", esc(source_text(section))],
-        ["sampled", f"{section.samples} times, steps {section.steps[0]} to {section.steps[1]}"],
+        ["sampled", f"{counted(section.samples, 'time')}, steps {section.steps[0]} to {section.steps[1]}"],
         ["cadence", cadence_text(section)],
     ]
     for name, words in _COSTS.items():
@@ -202,7 +205,8 @@ def _watched(section: Section) -> str:
     columns = ["layer", "module", "heads", "softmax temperature, 1 / scale"]
     opened = " open" if len(layers) <= _LAYERS_OPEN else ""
     text = table([], facts, left={0, 1}, look="facts")
-    text += f"<details{opened}><summary>{len(layers)} layers</summary>{table(columns, layers, left={1})}</details>"
+    many = counted(len(layers), "layer")
+    text += f"<details{opened}><summary>{many}</summary>{table(columns, layers, left={1})}</details>"
     if section.not_measured:
         missing = [[f"<code>{esc(path)}</code>", esc(reason)] for path, reason in section.not_measured.items()]
         text += (

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmon.report.curves import Limit, Line, Marker, curves, sparkline
-from attnmon.report.data import Floats, Section, Series, mean_of_heads
+from attnmon.report.data import Floats, Section, Series, fine, mean_of_heads
 from attnmon.report.health import badge, lost_text
 from attnmon.report.maps import SEQUENTIAL, Rows, colour_bar, heat_map, scale_of
-from attnmon.report.text import esc, note, number, path_code, signed, table
+from attnmon.report.text import counted, esc, note, number, path_code, signed, table, why_none
 
-__all__ = ["by_size", "depth", "heads_of", "main_first", "quantity", "row_names"]
+__all__ = ["by_size", "depth", "heads_of", "main_first", "not_measured", "quantity", "row_names"]
 
 # Those that the rules read, and those of the paper's figures; the others come folded below them.
 _MAIN = (
@@ -60,6 +60,11 @@ def by_size(values: Floats) -> list[tuple[int, int]]:
     return [place for place in places if math.isfinite(values[place])]
 
 
+def not_measured(title: str, words: str) -> str:
+    """One line in place of the maps and curves of a quantity without figures."""
+    return f'<p class="block"><b>{esc(title)}</b> <span class="soft">not measured{esc(words)}</span></p>'
+
+
 def quantity(section: Section, series: Series, rows: Rows, *, opened: bool) -> str:
     """All about one quantity.
 
@@ -69,12 +74,15 @@ def quantity(section: Section, series: Series, rows: Rows, *, opened: bool) -> s
         rows: What the rows of its maps are called.
         opened: Whether it is unfolded at first, and lists all heads.
     """
+    if not series.measured:
+        return not_measured(series.title, f": {why_none(series.name)}")
     first, last = (float(mean_of_heads(mean_of_heads(values))) for values in (series.first, series.last))
+    apart = fine(series)
     unit = f", {series.unit}" if series.unit else ""
     state = " open" if opened else ""
     parts = [
         f'<details class="block"{state}><summary>{esc(series.title)}<span class="soft">{esc(unit)}; mean of the layers '
-        f"{number(first)} to {number(last)}</span></summary>"
+        f"{number(first, apart)} to {number(last, apart)}</span></summary>"
     ]
     readings = [f"{word}: {text}" for word, text in (("A rise", series.rise), ("A fall", series.fall)) if text]
     if readings:
@@ -97,9 +105,8 @@ def _maps(section: Section, series: Series, rows: Rows) -> str:
     scale = scale_of(*(values for _, values, _ in shown), limits=series.limits)
     figures = []
     for step, values, what in shown:
-        picture = heat_map(
-            values, exists, scale, rows, label=f"{series.title} at step {step}, {what}", unit=series.unit
-        )
+        label = f"{series.title} at step {step}, {what}"
+        picture = heat_map(values, exists, scale, rows, label=label, unit=series.unit, fine=fine(series))
         figures.append(f"<figure><figcaption>step {step}: {esc(what)}</figcaption>{picture}</figure>")
     missing = any(bool((exists & ~np.isfinite(values)).any()) for _, values, _ in shown)
     bar = colour_bar(scale, series.unit, missing=missing, absent=bool((~exists).any()))
@@ -115,7 +122,7 @@ def _worst(section: Section, series: Series) -> tuple[int, Floats, str]:
             under += (series.steps >= alarm.start) & (series.steps < end)
     place = int(under.argmax())
     if under[place]:
-        count = f"{under[place]} head{'s' if under[place] > 1 else ''}"
+        count = counted(int(under[place]), "head")
         return int(series.steps[place]), series.values[place], f"most under alarm ({count})"
     return series.furthest_step, series.furthest, "furthest from the first"
 
@@ -164,7 +171,7 @@ def _chart(section: Section, series: Series) -> str:
 
 def _layers(section: Section, series: Series) -> str:
     first, last, means = mean_of_heads(series.first), mean_of_heads(series.last), series.layer_means
-    scale = scale_of(means)
+    scale, apart = scale_of(means), fine(series)
     alarms = [alarm for alarm in section.alarms if alarm.quantity == series.name]
     under = Counter(layer for layer, _ in {(alarm.layer, alarm.head) for alarm in alarms if alarm.end is None})
     rows = []
@@ -173,11 +180,11 @@ def _layers(section: Section, series: Series) -> str:
         cells = [
             str(row),
             path_code(path),
-            _first(series, series.first_step[row], number(float(first[row]))),
-            number(float(last[row])),
+            _first(series, series.first_step[row], number(float(first[row]), apart)),
+            number(float(last[row]), apart),
             signed(float(last[row] - first[row])),
-            _extreme(section, series.low[row], series.low_step[row], int(np.nanargmin(series.low[row]))),
-            _extreme(section, series.high[row], series.high_step[row], int(np.nanargmax(series.high[row]))),
+            _extreme(section, series, series.low[row], series.low_step[row], int(np.nanargmin(series.low[row]))),
+            _extreme(section, series, series.high[row], series.high_step[row], int(np.nanargmax(series.high[row]))),
             sparkline(means[:, row], scale.low, scale.high),
         ]
         rows.append([*cells, str(under[row] or "")] if alarms else cells)
@@ -197,20 +204,20 @@ def _first(series: Series, steps: NDArray[np.int64], text: str) -> str:
     return f"{text} <small>({'up to ' if several else ''}step {last})</small>"
 
 
-def _extreme(section: Section, values: Floats, steps: NDArray[np.int64], head: int) -> str:
+def _extreme(section: Section, series: Series, values: Floats, steps: NDArray[np.int64], head: int) -> str:
     where = f"head {head}, step {steps[head]}" if section.per_head else f"step {steps[head]}"
-    return f"{number(float(values[head]))} <small>({where})</small>"
+    return f"{number(float(values[head]), fine(series))} <small>({where})</small>"
 
 
 def _heads(section: Section, series: Series, most: int) -> str:
     """Heads by how much they changed."""
     change, status = series.change, section.status()
     places = by_size(change)
-    scale = scale_of(series.low, series.high)
+    scale, apart = scale_of(series.low, series.high), fine(series)
     rows = []
     for layer, head in places[:most]:
-        first = _first(series, series.first_step[layer, head, None], number(float(series.first[layer, head])))
-        last = number(float(series.last[layer, head]))
+        first = _first(series, series.first_step[layer, head, None], number(float(series.first[layer, head]), apart))
+        last = number(float(series.last[layer, head]), apart)
         cells = [str(layer), str(head), first, last, signed(float(change[layer, head]))]
         cells.append(sparkline(series.values[:, layer, head], scale.low, scale.high))
         if section.alerts_on:
@@ -221,7 +228,9 @@ def _heads(section: Section, series: Series, most: int) -> str:
     text = table(columns, rows[:_HEADS_SHOWN], left={5, 6})
     left = len(places) - len(rows)
     if rows[_HEADS_SHOWN:]:
-        more = f"the next {len(rows) - _HEADS_SHOWN} heads{f' ({left} more in the JSON file)' if left else ''}"
+        following = len(rows) - _HEADS_SHOWN
+        next_ones = f"{following} heads" if following > 1 else "head"
+        more = f"the next {next_ones}{f' ({left} more in the JSON file)' if left else ''}"
         rest = table(columns, rows[_HEADS_SHOWN:], left={5, 6})
         text += f'<details><summary class="small">{more}</summary>{rest}</details>'
     elif left:

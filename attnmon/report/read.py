@@ -22,7 +22,7 @@ from attnmon.report.checks import check_run, check_warnings, figure
 from attnmon.report.data import Floats, Layer, RunData, Scalars, Section, Series, mean_of_heads
 from attnmon.report.events import Column, Events, layer_tag, read_csv, read_events
 from attnmon.report.find import Found, ReportError, find_run
-from attnmon.report.text import shortened
+from attnmon.report.text import counted, shortened
 
 __all__ = ["MAX_VALUES", "read_run"]
 
@@ -31,8 +31,9 @@ MAX_VALUES = 2_000_000
 
 _LOSSES = ("train_loss", "train/loss", "loss", "train/train_loss", "training_loss", "train_loss_step", "loss/train")
 _HOW_TO_LOG = (
-    "Log with `AttentionMonitor()` among the callbacks of a Trainer with a TensorBoardLogger, or with "
-    "`watch(model, writer=SummaryWriter(...))` around a plain loop."
+    "Log with `AttentionMonitor()` among the callbacks of a Lightning Trainer with a TensorBoardLogger or CSVLogger, "
+    "with `attnmon.integrations.transformers.AttentionMonitorCallback()` among those of a `transformers.Trainer`, or "
+    "with `watch(model, writer=SummaryWriter(...))` around a plain loop."
 )
 
 
@@ -279,9 +280,10 @@ def _tensor_tables(
             every = len(places)
             places = [place for place in places if _fits(events.shapes[int(column.values[place])], named)]
             if len(places) < every:
+                left = every - len(places)
                 notes.append(
-                    f"{every - len(places)} of {every} samples of {tag!r} were left out: more layers or heads than the "
-                    f"{named.shape[0]} x {named.shape[1]} of the run's record."
+                    f"{left} of {counted(every, 'sample')} of {tag!r} {'was' if left == 1 else 'were'} left out: more "
+                    f"layers or heads than the {named.shape[0]} x {named.shape[1]} of the run's record."
                 )
         numbers = [int(column.values[place]) for place in places]
         kept = [events.shapes[number] for number in numbers]

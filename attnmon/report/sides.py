@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from attnmon.report.compare import Comparison, Difference
 from attnmon.report.curves import Line, curves, sparkline
-from attnmon.report.data import RunData, Section, Series, mean_of_heads
+from attnmon.report.data import RunData, Section, Series, fine, mean_of_heads
 from attnmon.report.health import lost_text, verdict, warnings_text
 from attnmon.report.maps import Rows, Scale, colour_bar, heat_map, scale_of
-from attnmon.report.quantities import by_size, depth, heads_of, main_first
-from attnmon.report.text import esc, note, number, shortened, signed, table
+from attnmon.report.quantities import by_size, depth, heads_of, main_first, not_measured
+from attnmon.report.text import counted, esc, note, number, shortened, signed, table, why_none
 
 __all__ = ["cadence_text", "comparison", "pair_names", "size_text", "source_text"]
 
@@ -32,15 +32,18 @@ def cadence_text(section: Section) -> str:
     if section.source == "validation":
         return "when validations ran"
     several = len(section.cadence) > 1
-    parts = [f"every {every} steps{f' from step {step}' if several else ''}" for every, step in section.cadence]
+    parts = [
+        f"every {f'{every} steps' if every > 1 else 'step'}{f' from step {step}' if several else ''}"
+        for every, step in section.cadence
+    ]
     return ", ".join(parts) or "not recorded"
 
 
 def size_text(section: Section) -> str:
     """How many layers and heads."""
     if not section.per_head:
-        return f"{len(section.layers)} layers (means over their heads)"
-    return f"{len(section.layers)} layers, {int(section.exists.sum())} heads"
+        return f"{counted(len(section.layers), 'layer')} (means over their heads)"
+    return f"{counted(len(section.layers), 'layer')}, {counted(int(section.exists.sum()), 'head')}"
 
 
 def pair_names(entry: Comparison, sides: Sequence[Section]) -> list[str]:
@@ -82,7 +85,7 @@ def _side_by_side(sides: Sequence[Section]) -> str:
 
     rows = [
         ["size", *(size_text(side) for side in sides)],
-        ["steps", *(f"{side.steps[0]} to {side.steps[1]}, {side.samples} samples" for side in sides)],
+        ["steps", *(f"{side.steps[0]} to {side.steps[1]}, {counted(side.samples, 'sample')}" for side in sides)],
         ["cadence", *(cadence_text(side) for side in sides)],
         ["looked at", *(esc(source_text(side)) for side in sides)],
         ["health", *(words(side) for side in sides)],
@@ -126,6 +129,9 @@ def _difference(
     opened: bool,
 ) -> str:
     series = [side.quantities[part.name] for side in sides]
+    if without := [letter for letter, one in zip("AB", series, strict=True) if not one.measured]:
+        which = "either run" if len(without) == 2 else f"run {without[0]}"
+        return not_measured(part.title, f" in {which}: {why_none(part.name)}")
     unit = f", {part.unit}" if part.unit else ""
     parts = [
         f'<details class="block"{" open" if opened else ""}><summary>{esc(part.title)}<span class="soft">{esc(unit)}; '
@@ -135,7 +141,9 @@ def _difference(
         lost = lost_text(side, one)
         parts += [note(f"Run {letter}: {lost}")] if lost else []
     parts.append(_maps(entry, part, sides, series, rows))
-    if len(part.common) > 1:
+    if len(part.common) > 1 and not np.isfinite(part.layers_common).any():
+        parts.append('<p class="soft small">No layer has a figure in both runs at a common step.</p>')
+    elif len(part.common) > 1:
         count = part.layers_common.shape[1]
         lines = [
             Line(part.layers_common[:, row], names[row], depth(row, count))
@@ -165,19 +173,21 @@ def _maps(
         missing |= bool((exists & ~np.isfinite(one.last)).any())
         absent |= bool((~exists).any())
         label = f"{part.title}, run {letter} at its end"
-        picture = heat_map(one.last, exists, scale, called, label=label, unit=part.unit)
+        picture = heat_map(one.last, exists, scale, called, label=label, unit=part.unit, fine=fine(*series))
         what = f"run {letter}, last figures (step {one.steps[-1]})"
         figures.append(f"<figure><figcaption>{what}</figcaption>{picture}</figure>")
+    bars = colour_bar(scale, part.unit, missing=missing, absent=absent)
+    if not np.isfinite(part.layers_end).any():  # without these there are none of heads either
+        none = note("No layer has a figure in both runs at their ends: there is no difference to show.")
+        return f'<div class="columns">{"".join(figures)}</div>{bars}{none}'
     by_head = bool(np.isfinite(part.heads_end).any())
     values = part.heads_end if by_head else part.layers_end[:, None]
     exists = _both(entry, sides, values.shape[1]) if by_head else np.ones(values.shape, dtype=np.bool_)
-    finite = values[np.isfinite(values)]
-    most = float(np.abs(finite).max()) if finite.size else 1.0
+    most = float(np.nanmax(np.abs(values)))
     ends = Scale(-most, most)
     label = f"{part.title}, B less A at the end"
     picture = heat_map(values, exists, ends, rows[2 if by_head else 3], label=label, unit=part.unit, diverging=True)
     figures.append(f"<figure><figcaption>B less A{'' if by_head else ', layer means'}</figcaption>{picture}</figure>")
-    bars = colour_bar(scale, part.unit, missing=missing, absent=absent)
     bars += colour_bar(ends, f"{part.unit} (B less A)".strip(), diverging=True)
     return f'<div class="columns">{"".join(figures)}</div><div class="columns">{bars}</div>'
 
@@ -200,13 +210,13 @@ def _pair(pair: tuple[int, int]) -> str:
 
 def _layers(entry: Comparison, part: Difference, series: Sequence[Series]) -> str:
     ends = [mean_of_heads(one.last) for one in series]
-    scale = scale_of(part.layers_common)
+    scale, apart = scale_of(part.layers_common), fine(*series)
     common = _common_text(part, series)
     rows = []
     for place, pair in enumerate(entry.pairs):
         figures = [float(end[row]) if row < len(end) else math.nan for end, row in zip(ends, pair, strict=True)]
         if np.isfinite(figures).any() or np.isfinite(part.layers_common[:, place]).any():
-            cells = [_pair(pair), *map(number, figures)]
+            cells = [_pair(pair), *(number(figure, apart) for figure in figures)]
             cells.append(signed(float(part.layers_end[place])))
             cells.append(sparkline(part.layers_common[:, place], scale.low, scale.high))
             rows.append([*cells, signed(float(part.layers_common[-1, place]))] if common else cells)
@@ -222,10 +232,10 @@ def _common_text(part: Difference, series: Sequence[Series]) -> str:
 
 
 def _heads(entry: Comparison, part: Difference, series: Sequence[Series]) -> str:
-    rows, common = [], _common_text(part, series)
+    rows, common, apart = [], _common_text(part, series), fine(*series)
     for place, head in by_size(part.heads_end)[:_HEADS_SHOWN]:
         pair = entry.pairs[place]
-        ends = [number(float(one.last[row, head])) for one, row in zip(series, pair, strict=True)]
+        ends = [number(float(one.last[row, head]), apart) for one, row in zip(series, pair, strict=True)]
         cells = [_pair(pair), str(head), *ends, signed(float(part.heads_end[place, head]))]
         if common and part.heads_common is not None:
             cells.append(signed(float(part.heads_common[place, head])))

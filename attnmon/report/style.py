@@ -57,6 +57,7 @@ ul.plain{list-style:none;padding:0;margin:8px 0}ul.plain li{margin:3px 0}
 details{margin:8px 0}
 summary{cursor:pointer;padding:3px 0}
 details.block{border:1px solid var(--line);border-radius:8px;padding:2px 14px;margin:10px 0}
+p.block{border:1px solid var(--line);border-radius:8px;padding:8px 14px;margin:10px 0}
 details.block>summary{padding:7px 0;font-weight:600}
 details.block>summary .soft{font-weight:400}
 .badge{display:inline-block;border-radius:4px;padding:0 7px;font-size:12px;line-height:19px;border:1px solid currentColor}

@@ -20,6 +20,8 @@ from plugin.chromium import PATIENCE, Chromium, find
 from plugin.conftest import HEADS, LAYERS, RISEN, SPREAD, STEPS, figures, recovering, write_run, write_tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from attnmon.metrics.entropy import MIN_KEYS
+from attnmon.metrics.logits import SPREAD_KEYS
 from attnmon.records import tag_of, to_json
 
 BROWSER = find()
@@ -129,7 +131,23 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tensor(validations, tag_of("run", "attn_val"), b"", validation_record(), 10)
     write_tensor(validations, tag_of("warnings", "attn_val"), b"", b"[", 10)
     validations.close()
+    write_run(folder / "x-flat", (0, 1), rules_on=False, figures=flat)
+    write_run(folder / "x-small", (0, 10), rules_on=False, figures=small)
     return folder
+
+
+def flat(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
+    """One head, whose figures differ in the fifth digit."""
+    return {"entropy_normalized": {0: [0.99998 - 7e-5 * step]}}
+
+
+def small(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
+    """Two layers of three heads: one head without figures, and a quantity without any."""
+    rows = [0.3, 0.4, float("nan")]
+    return {
+        "entropy_normalized": {0: rows, 1: [0.5] * 3},
+        "active_share": {0: [float("nan")] * 3, 1: [float("nan")] * 3},
+    }
 
 
 def validation_record() -> bytes:
@@ -397,7 +415,12 @@ def test_an_empty_directory_says_how_to_log(browser: Chromium, tab: Tab) -> None
     )
     tab.wait("!d.querySelector('.empty').hidden && d.querySelector('main').hidden")
     words = tab.js("d.querySelector('.empty').innerText")
-    for expected in ("AttentionMonitor(", "TensorBoardLogger(", "watch(model, writer=SummaryWriter("):
+    for expected in (
+        "AttentionMonitor(",
+        "TensorBoardLogger(",
+        "AttentionMonitorCallback(",
+        "watch(model, writer=SummaryWriter(",
+    ):
         assert expected in words
 
 
@@ -492,7 +515,7 @@ def test_warnings_that_are_on_their_way_or_fail_are_not_none(tab: Tab) -> None:
 def test_validations_name_no_cadence_and_problems_come_once_per_run(tab: Tab) -> None:
     view(tab, "run=validated")
     tab.wait("d.querySelector('.run-notes p') !== null")
-    assert tab.js("d.querySelector('.run-notes').textContent") == "1 layers, sampled on validation batches."
+    assert tab.js("d.querySelector('.run-notes').textContent") == "1 layer, sampled on validation batches."
     lines = tab.js("[...d.querySelectorAll('.problems li')].map((line) => line.textContent)")
     assert sum("2 tags: attnmon/attn/one, attnmon/attn/two" in line for line in lines) == 1
     assert tab.js("d.querySelector('.problems summary').textContent") == f"Problems with the data ({len(lines)})"
@@ -541,3 +564,124 @@ def test_a_resumed_run_says_so(tab: Tab, logs: Path) -> None:
     assert "(resumed at step 55)" in tab.js("d.querySelector('.run-notes').textContent")
     assert tab.js("d.querySelectorAll('.warnings .jump').length") == 0  # those of the part that is void
     assert corner(tab, *RISEN) != RED
+
+
+def call(tab: Tab, module: str, expression: str) -> Any:
+    """The value of an expression with a module of the tab's as ``m``."""
+    return tab.browser.run(f"import('/data/plugin/attnmon/static/{module}.js').then((m) => {expression})")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.99991, 0.99998, ["0.99992", "0.99994", "0.99996", "0.99998"]),
+        (0.0, 1.0, ["0.0", "0.5", "1.0"]),
+        (-3.0, 12.0, ["0", "5", "10"]),
+        (0.0, 8e-6, ["0", "2e-6", "4e-6", "6e-6", "8e-6"]),
+        (1.0e8, 1.3e8, ["1.0e8", "1.1e8", "1.2e8", "1.3e8"]),
+        (123456.1, 123456.4, ["123456.1", "123456.2", "123456.3", "123456.4"]),
+        (-1e-3, 1e-3, ["-0.0010", "-0.0005", "0.0000", "0.0005", "0.0010"]),
+        (7.0, 7.0, ["7"]),
+    ],
+)
+def test_labels_of_ticks_have_the_digits_of_their_spacing(tab: Tab, low: float, high: float, labels: list[str]) -> None:
+    ticks = call(tab, "chart", f"m.ticks({low}, {high}, 4)")
+    assert call(tab, "dom", f"m.tickLabels({ticks})") == labels
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "steps"), [(0, 1, [0, 1]), (3, 5, [3, 4, 5]), (0, 100, [0, 20, 40, 60, 80, 100]), (4, 4, [4])]
+)
+def test_ticks_of_steps_are_whole(tab: Tab, first: int, last: int, steps: list[int]) -> None:
+    assert call(tab, "chart", f"m.ticks({first}, {last}, 5, 1)") == steps
+
+
+def test_a_nearly_constant_line_has_labels_that_differ(tab: Tab) -> None:
+    view(tab, "run=x-flat&heads=0.0&range=run")
+    tab.lines(1)
+    texts = "[...d.querySelectorAll('.chart .tick.{}')].map((tick) => tick.textContent)"
+    values = tab.js(texts.format("value"))
+    assert len(set(values)) == len(values) >= 3
+    assert all(re.fullmatch(r"0\.9999\d|1\.00000", text) for text in values), values
+    assert tab.js(texts.format("step")) == ["0", "1"]
+    left = "Math.min(...[...d.querySelectorAll('.chart .tick.value')].map((tick) => tick.getBBox().x))"
+    assert tab.js(left) >= 16  # beside the unit, not over it
+    assert tab.js("[...d.querySelectorAll('.ends span')].map((end) => end.textContent)") == [
+        "0.99991",
+        "0.999945",
+        "0.99998",
+    ]
+    assert tab.js("d.querySelector('.run-notes').textContent").startswith("1 layer, sampled")
+    assert tab.js("d.querySelector('.map-canvas').getAttribute('aria-label')").startswith("Map of 1 layer by 1 head, ")
+
+
+def test_lines_that_never_change_have_an_axis_around_them(tab: Tab) -> None:
+    view(tab, "run=x-small&heads=1.0")
+    tab.lines(1)
+    values = tab.js("[...d.querySelectorAll('.chart .tick.value')].map((tick) => Number(tick.textContent))")
+    assert min(values) < 0.5 < max(values)
+    assert len(set(values)) == len(values)
+
+
+def test_a_quantity_without_figures_says_so_in_place_of_map_and_chart(tab: Tab) -> None:
+    tab.browser.open("about:blank")
+    asked = urllib.parse.quote("run=x-small&quantity=active_share&heads=0.1")
+    tab.browser.open(f"{tab.url}/#attnmon&p.attnmon.view={asked}")
+    said = "No figures of this quantity: only rows that see at least 64 keys have one."
+    tab.wait(f"d.querySelector('.map-note')?.textContent === '{said}'")
+    tab.wait(f"d.querySelector('.no-lines').textContent === '{said}' && !d.querySelector('.no-lines').hidden")
+    shown = "[...d.querySelectorAll('.map-canvas, .chart-box, .scale')].map((e) => e.getClientRects().length)"
+    assert tab.js(shown) == [0, 0, 0]
+    assert tab.js("d.querySelectorAll('.keys li:not([hidden])').length") == 0
+    assert tab.js("d.querySelector('.legend').textContent") == "layer 0, head 1: no figures\u00d7"
+    tab.enter(".choice select:has(option[value=active_share])", "entropy_normalized")
+    tab.lines(1)
+    tab.settle()
+    assert tab.js(shown) == [1, 1, 1]
+    assert tab.js("d.querySelector('.no-lines').hidden")
+
+
+def test_the_reasons_are_those_of_the_measures(tab: Tab) -> None:
+    expected = {
+        "active_share": f"at least {MIN_KEYS} keys",
+        "score_spread": f"at least {SPREAD_KEYS} keys",
+        "separability@10": "more than 10 keys",
+        "jacobian@1.0": "",
+    }
+    for quantity, words in expected.items():
+        assert (words or "nothing") in (call(tab, "view", f"m.whyNone('{quantity}')") or "nothing")
+
+
+def test_the_legend_leaves_out_heads_that_a_run_does_not_have(tab: Tab) -> None:
+    view(tab, "run=first&run=x-small&heads=0.0_0.2_2.0_1.3")
+    tab.lines(6)
+    names = "[...d.querySelectorAll('.legend li')].map((e) => e.textContent)"
+    tab.wait(f"({names}).some((name) => name.includes('no figures'))")
+    assert tab.js(names) == [
+        "layer 0, head 0 in first\u00d7",
+        "layer 0, head 0 in x-small",
+        "layer 0, head 2 in first\u00d7",
+        "layer 0, head 2 in x-small: no figures",
+        "layer 2, head 0 in first\u00d7",
+        "layer 1, head 3 in first\u00d7",
+    ]
+    assert "layer 2, head 0 in x-small" not in tab.js("d.querySelector('.chart').getAttribute('aria-label')")
+    view(tab, "run=x-small&run=first&heads=2.0")  # the button stands at the first run that has the head
+    tab.wait("d.querySelector('.legend').textContent === 'layer 2, head 0 in first\u00d7'")
+    tab.js("d.querySelector('.legend button').click()")
+    tab.wait("d.querySelector('.legend').hidden")
+
+
+def test_a_long_legend_scrolls_and_says_so(tab: Tab) -> None:
+    hint = "d.querySelector('.legend + .hint')"
+    view(tab, "run=first&heads=0.0")
+    tab.lines(1)
+    assert tab.js(f"{hint}.hidden")
+    heads = "_".join(f"{layer}.{head}" for layer in range(2) for head in range(4))
+    view(tab, f"run=first&run=second&run=third&run=unwatched&heads={heads}")
+    tab.lines(32)
+    assert tab.js(f"{hint}.hidden ? '' : {hint}.textContent") == "32 lines: scroll their names to see all."
+    box = "(() => {{ const e = d.querySelector('.legend'); {}; return [e.tabIndex, Math.round(e.scrollTop)]; }})()"
+    tabs, top = tab.js(box.format("e.scrollTop = 1e6"))
+    assert tabs == 0
+    assert top > 0

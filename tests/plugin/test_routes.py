@@ -29,6 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from attnmon.plugin import AttentionLoader
 from attnmon.plugin.plugin import AttentionPlugin
+from attnmon.plugin.store import Store
 from attnmon.records import metadata, tag_of, to_json
 from attnmon.tensorboard import TabWriter
 
@@ -195,7 +196,7 @@ def test_foreign_broken_and_later_data_are_named_and_harm_nothing(tmp_path, boar
     assert said.pop("foreign").startswith("not JSON")
     assert said == {
         "later": "version 99 of attnmon's data, where version 1 can be read: update attnmon",
-        "kind": "kind 'sound' with prefix 'attn', where a kind is one of heads, run, warnings",
+        "kind": "kind 'sound' with prefix 'attn', where a kind is one of heads, limits, run, warnings",
         "nameless": "quantity None, where a name is expected",
     }
     assert one.get("summary", run="run", tag="foreign").status_code == 422
@@ -594,3 +595,22 @@ def test_samples_that_fill_what_is_kept_are_said_to(tmp_path, board):
     everything = board(tmp_path, "--samples_per_plugin=attnmon=0")
     everything.catalogue(newest_is(49))
     assert everything.json("summary", run="run", tag=ENTROPY)["kept"] is None
+
+
+def test_a_runs_warnings_do_not_wait_for_each_quantity(board, tmp_path, monkeypatch) -> None:
+    """Each call to the fast loader takes its time, however little it asks for."""
+    quantities = [f"mine_{place}" for place in range(20)]
+
+    def many(step: int, seed: int) -> dict[str, dict[int, list[float]]]:
+        return {name: {0: [0.5] * HEADS, 1: [0.5] * HEADS} for name in quantities}
+
+    write_run(tmp_path / "run", (0, 10), figures=many)
+    one = board(tmp_path)
+    one.catalogue(lambda found: bool(found["runs"]) and len(found["runs"][0]["tags"]) >= 22)
+    asked: list[object] = []
+    data = Store._data
+    monkeypatch.setattr(Store, "_data", lambda self, *rest: asked.append(rest) or data(self, *rest))
+    found = one.json("run", run="run", prefix="attn")
+    assert len(found["record"]["layers"]) == 2
+    assert found["problems"] == []
+    assert 1 <= len(asked) <= 4  # the run's record, its warnings, the samples beside them, and all newest at once

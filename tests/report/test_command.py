@@ -35,7 +35,8 @@ def test_the_page_is_opened_where_asked(plain, monkeypatch):
     ("arguments", "says"),
     [
         (["none"], "none does not exist"),
-        (["."], "found none in"),
+        (["."], "or the metrics.csv of Lightning's CSV logger, but found none in"),
+        (["none"], "a folder with event files or a metrics.csv"),
         (["{plain}", "--output", "page.txt"], "ends in .html, but got page.txt"),
         (["{plain}", "--output", "page.html", "--json"], "ends in .json, but got page.html"),
         (["{plain}", "--open", "--json"], "leave one of them out"),
@@ -53,6 +54,14 @@ def test_errors_end_with_2_and_say_what_to_do(plain, tmp_path, monkeypatch, caps
         main([argument.format(plain=plain) for argument in arguments])
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_help_names_all_that_can_be_read(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "from their TensorBoard event files, or the metrics.csv of Lightning's CSV logger" in words
+    assert "folder with the event files or the metrics.csv of a run" in words
 
 
 def test_it_is_a_command_without_torch(plain):

@@ -14,10 +14,13 @@ import pytest
 from report.runs import Run, event_file
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
+from attnmon.metrics.entropy import MIN_KEYS
+from attnmon.metrics.logits import SPREAD_KEYS
 from attnmon.records import tag_of
 from attnmon.report import ReportError, write_report
 from attnmon.report.curves import Line, curves, sparkline
 from attnmon.report.maps import Rows, Scale, colour_bar, heat_map, scale_of
+from attnmon.report.text import number, tick_labels, why_none
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&</script>"
 
@@ -469,3 +472,119 @@ def test_a_time_that_no_calendar_has_is_not_recorded(tmp_path):
     run.samples((0,), lambda *_: 0.2, {0: 2})
     run.writer.add_scalar("train_loss", 1.0, 0, walltime=1e300)
     assert "recorded not recorded" in _page(write_report(run.close())).text
+
+
+def _labels(picture: str, kind: str) -> list[str]:
+    return re.findall(f'<text class="tick {kind}"[^>]*>([^<]*)</text>', picture)
+
+
+def test_a_nearly_constant_curve_has_labels_that_differ():
+    picture = curves(np.array([0, 1]), [Line(np.float32([0.99998, 0.99991]), "a")], label="x")
+    values = [text for text in _labels(picture, "end") if text != "step"]
+    assert values == ["0.99992", "0.99994", "0.99996", "0.99998"]
+    assert _labels(picture, "mid") == ["0", "1"]
+
+
+def test_a_constant_curve_has_an_axis_around_it():
+    for level in (0.0, 0.3, 1.0, 2.5e7):
+        picture = curves(np.array([5]), [Line(np.array([level]), "a")], label="x")
+        values = [float(text.replace("\u2212", "-")) for text in _labels(picture, "end") if text != "step"]
+        assert min(values) < level < max(values)
+        assert len(set(values)) == len(values)
+        assert _labels(picture, "mid") == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ([0.0, 2e-6, 4e-6], ["0", "2e-6", "4e-6"]),
+        ([1.0e8, 1.1e8], ["1.0e8", "1.1e8"]),
+        ([-0.001, 0.0, 0.001], ["\u22120.001", "0.000", "0.001"]),
+        ([123456.1, 123456.2], ["123456.1", "123456.2"]),
+        ([7.0], ["7"]),
+    ],
+)
+def test_labels_of_ticks_have_the_digits_of_their_spacing(ticks, labels):
+    assert tick_labels(ticks) == labels
+
+
+def test_wide_labels_stay_in_the_picture():
+    picture = curves(np.array([0, 1]), [Line(np.array([123456.71, 123456.74]), "a")], label="x")
+    ends = [(float(x), len(text)) for x, text in re.findall(r'end" x="([\d.]+)"[^>]*>([\d.]{5,})<', picture)]
+    assert ends
+    assert all(x - 5.5 * length > 0 for x, length in ends)
+
+
+def test_figures_that_are_close_to_each_other_are_told_apart(tmp_path):
+    run = Run(tmp_path / "run")
+    run.samples((0, 1), lambda step, layer, head: 0.99998 - 7e-5 * step - 1e-6 * head, {0: 2})
+    for step in (0, 1):
+        run.writer.add_scalar("train_loss", 2.5 - step / 4096, step)
+    folder = run.close()
+    page = _page(write_report(folder))
+    assert "train_loss 2.5 at step 0, 2.499756 at step 1" in page.text
+    assert "mean of the layers 0.9999795 to 0.9999095" in page.text
+    assert "0 1 0.999979 0.999909 " in page.text  # among the heads that changed most
+    assert 'data-v="0.99991,0.999909"' in write_report(folder).read_text(encoding="utf-8")
+    assert number(0.3, 1e-30) == "0.3"
+
+
+def _without_figures(folder: Path, share: float) -> Path:
+    run = Run(folder)
+    for step in (0, 10):
+        rows = {"entropy_normalized": {0: [0.2 + step / 100]}, "active_share": {0: [share]}, "mine": {0: [math.nan]}}
+        run.sample(step, rows)
+        run.writer.add_scalar("train_loss", math.nan, step)
+    return run.close()
+
+
+def test_a_quantity_without_figures_takes_one_line(tmp_path):
+    empty, full = _without_figures(tmp_path / "a", math.nan), _without_figures(tmp_path / "b", 0.5)
+    path = write_report(empty)
+    page = _page(path)
+    assert "Active share exp(H) / n not measured: only rows that see at least 64 keys have one" in page.text
+    assert "mine not measured: no sample has a figure" in page.text
+    html = path.read_text(encoding="utf-8")
+    assert html.count('class="curves"') == 1  # of the entropy: none of the loss either
+    assert "mean of the layers \u2013" not in page.text
+    assert html.count("furthest from the first") <= 2  # of the entropy, and in its label
+    page = _page(write_report([empty, full]))
+    assert "Active share exp(H) / n not measured in run A: only rows" in page.text
+    assert "mine not measured in either run: no sample has a figure" in page.text
+    assert "\u22121 " not in page.text
+
+
+def test_without_a_common_figure_no_difference_is_drawn(tmp_path):
+    """Both have figures, but not in the same layers."""
+    for name, rows in (("a", {0: [0.5], 1: [math.nan]}), ("b", {0: [math.nan], 1: [0.5]})):
+        run = Run(tmp_path / name)
+        for step in (0, 10):
+            run.sample(step, {"entropy_normalized": rows})
+        run.close()
+    path = write_report([tmp_path / "a", tmp_path / "b"])
+    page = _page(path)
+    assert "there is no difference to show" in page.text
+    assert "No layer has a figure in both runs at a common step." in page.text
+    compared = path.read_text(encoding="utf-8").partition('<h2 id="A-attn"')[0]
+    assert 'class="curves"' not in compared
+
+
+def test_the_reasons_are_those_of_the_measures():
+    assert f"at least {MIN_KEYS} keys" in why_none("active_share")
+    assert f"at least {SPREAD_KEYS} keys" in why_none("score_spread")
+    assert "more than 10 keys" in why_none("f_score@10")
+
+
+def test_one_thing_is_not_called_several(tmp_path):
+    run = Run(tmp_path / "run", every_n_steps=1)
+    run.samples((0,), lambda *_: 0.9, {0: 1})
+    run.writer.add_scalar("train_loss", math.nan, 0)
+    folder = run.close()
+    for runs in (folder, [folder, folder]):
+        text = _page(write_report(runs, tmp_path / "out.html")).text
+        wrong = re.findall(r"\b1 (?:layers|heads|samples|warnings|times|steps|records|files)\b", text)
+        assert wrong == []
+        assert "1 layer, 1 head" in text
+        assert "0 of 1 head are under an alarm" in text
+        assert "cadence every step" in text
+        assert "not finite 1 time, from step 0 on" in text

@@ -541,7 +541,7 @@ def test_somebody_elses_sample_adds_no_heads(tmp_path):
     assert section.exists.tolist() == [[True, True, False, False], [True] * 4]
     assert series.steps.tolist() == [0, 10, 20, 40]
     np.testing.assert_array_equal(series.last, np.float32([[1, 1, np.nan, np.nan], [1, 1, 1, 1]]))
-    assert f"1 of 5 samples of {tag!r} were left out" in section.notes[0]
+    assert f"1 of 5 samples of {tag!r} was left out" in section.notes[0]
 
 
 def test_a_record_that_fits_no_sample_takes_nothing_away(tmp_path):
@@ -579,3 +579,15 @@ def test_warnings_of_a_later_version_are_not_none(tmp_path):
     _add(run.writer, tag_of("warnings"), b"{}", 10, b'{"version":99,"kind":"warnings","prefix":"attn"}')
     section = read_run(run.close()).sections["attn"]
     assert (section.unread, section.alerts_on, section.heads_known) == (1, True, False)
+
+
+def test_limits_that_rules_have_learned_are_passed_over(tmp_path):
+    run = Run(tmp_path)
+    run.samples((0, 10), lambda *_: 0.2, {0: 2})
+    about = {"quantity": "entropy_normalized", "rule": "entropy_rise"}
+    tag = tag_of("limits", **about)
+    _add(run.writer, tag, np.ones((1, 2), np.float32), 10, metadata("limits", quantity="entropy_normalized"))
+    found = read_run(run.close())
+    assert found.notes == ()
+    assert found.sections["attn"].notes == ()
+    assert list(found.sections["attn"].quantities) == ["entropy_normalized"]

@@ -1,18 +1,20 @@
 // Lines of heads over steps, with the limits they are judged by and the warnings they raised.
 
 import { DASHES, headColour, severity } from "./colours.js";
-import { el, number, svg, tip, withUnit } from "./dom.js";
+import { counted, el, longest, number, svg, tickLabels, tip, withUnit } from "./dom.js";
 import { placeOf } from "./view.js";
 
-const EDGE = { left: 58, right: 14, top: 14, bottom: 34 };
+const EDGE = { right: 14, top: 14, bottom: 34 };
+const LEFT = 58; // at least; more where the labels need it
+const LETTER = 6.3; // width of a tick's character, roughly
 const MOST_LIMITS = 8; // lines with limits of their own drawn in; more would hide them
 
-/** About `count` round numbers between two ends. */
-export function ticks(low, high, count) {
+/** About `count` round numbers between two ends, at least `least` apart: 1 for whole ones. */
+export function ticks(low, high, count, least = 0) {
   if (!(high > low)) return [low];
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((step) => step * power).find((step) => step >= rough);
+  const size = [1, 2, 5, 10].map((step) => step * power).find((step) => step >= Math.max(rough, least)) ?? least;
   const found = [];
   for (let at = Math.ceil(low / size); at * size <= high + size * 1e-9; at++) found.push(at * size);
   return found;
@@ -31,6 +33,8 @@ export class Chart {
   #model = null;
   #drawn = []; // what the picture was made of
   #x = null;
+  #left = LEFT;
+  #fine = 0; // what differs by less needs not be told apart
 
   constructor({ onStep, onMove }) {
     this.node = this.#svg;
@@ -72,15 +76,19 @@ export class Chart {
     this.#svg.setAttribute("width", width);
     this.#svg.setAttribute("height", height);
     const [low, high] = this.#span();
+    const rows = ticks(low, high, Math.max(3, Math.floor(height / 55)));
+    const labels = tickLabels(rows);
+    this.#left = Math.max(LEFT, 30 + LETTER * longest(labels));
+    this.#fine = (high - low) / 100;
     const steps = lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]).filter((step) => step !== undefined);
     const [first, last] = steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
     this.#x = {
       first,
       last,
-      to: (step) => EDGE.left + (last > first ? (step - first) / (last - first) : 0.5) * (width - EDGE.left - EDGE.right),
+      to: (step) => this.#left + (last > first ? (step - first) / (last - first) : 0.5) * (width - this.#left - EDGE.right),
     };
     const y = (value) => EDGE.top + (1 - (value - low) / (high - low)) * (height - EDGE.top - EDGE.bottom);
-    const parts = [...this.#axes(low, high, y)];
+    const parts = [...this.#axes(rows, labels, y)];
     for (const level of levels) parts.push(...this.#level(level, low, high, y));
     if (base !== null && base >= first && base <= last) parts.push(this.#upright("base-step", base));
     const marked = lines.filter((line) => line.marks.some((mark) => mark.limit !== null));
@@ -94,13 +102,13 @@ export class Chart {
     }
     const marks = lines.flatMap((line) => line.marks.map((mark) => this.#mark(line, mark, y)).filter(Boolean));
     const isLabel = (part) => /-name$/.test(part.getAttribute("class") ?? "");
-    const labels = parts.filter(isLabel); // over the lines, or they can't be read
-    this.#svg.replaceChildren(...parts.filter((part) => !isLabel(part)), this.#now, ...marks, ...labels, this.#cross);
+    const names = parts.filter(isLabel); // over the lines, or they can't be read
+    this.#svg.replaceChildren(...parts.filter((part) => !isLabel(part)), this.#now, ...marks, ...names, this.#cross);
     const warned = lines.reduce((count, line) => count + line.marks.length, 0);
     this.#svg.setAttribute(
       "aria-label",
       `${withUnit(about.title, about.unit && `(${about.unit})`)} of ${lines.map((line) => lineName(line, several)).join("; ")} ` +
-        `over steps ${first} to ${last}, ${warned} ${warned === 1 ? "warning" : "warnings"}. Left and right arrow move the step.`,
+        `over steps ${first} to ${last}, ${counted(warned, "warning")}. Left and right arrow move the step.`,
     );
   }
 
@@ -123,18 +131,21 @@ export class Chart {
     return [low - room, high + room];
   }
 
-  *#axes(low, high, y) {
+  *#axes(rows, labels, y) {
     const { width, height, about } = this.#model;
-    for (const value of ticks(low, high, Math.max(3, Math.floor(height / 55)))) {
-      yield svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) });
-      yield svg("text", { class: "tick", x: EDGE.left - 7, y: y(value), "text-anchor": "end", "dominant-baseline": "middle" }, number(value));
+    for (const [place, value] of rows.entries()) {
+      yield svg("line", { class: "grid", x1: this.#left, x2: width - EDGE.right, y1: y(value), y2: y(value) });
+      yield svg("text", { class: "tick value", x: this.#left - 7, y: y(value), "text-anchor": "end", "dominant-baseline": "middle" }, labels[place]);
     }
     const { first, last } = this.#x;
-    for (const step of ticks(first, last, Math.max(2, Math.floor(width / 110)))) {
-      yield svg("text", { class: "tick", x: this.#x.to(step), y: height - EDGE.bottom + 15, "text-anchor": "middle" }, String(Math.round(step)));
+    for (const step of ticks(first, last, Math.max(2, Math.floor(width / 110)), 1)) {
+      const x = this.#x.to(step);
+      const text = String(step);
+      const wide = x + (LETTER / 2) * text.length > width; // it would be cut off
+      yield svg("text", { class: "tick step", x: wide ? width : x, y: height - EDGE.bottom + 15, "text-anchor": wide ? "end" : "middle" }, text);
     }
-    yield svg("line", { class: "axis", x1: EDGE.left, x2: width - EDGE.right, y1: height - EDGE.bottom, y2: height - EDGE.bottom });
-    yield svg("text", { class: "tick", x: (EDGE.left + width - EDGE.right) / 2, y: height - 4, "text-anchor": "middle" }, "step");
+    yield svg("line", { class: "axis", x1: this.#left, x2: width - EDGE.right, y1: height - EDGE.bottom, y2: height - EDGE.bottom });
+    yield svg("text", { class: "tick", x: (this.#left + width - EDGE.right) / 2, y: height - 4, "text-anchor": "middle" }, "step");
     const middle = (EDGE.top + height - EDGE.bottom) / 2;
     const unit = about.unit || "value";
     yield svg("text", { class: "tick", transform: `translate(12 ${middle}) rotate(-90)`, "text-anchor": "middle" }, unit);
@@ -142,14 +153,14 @@ export class Chart {
 
   *#level({ limit, title, severity: kind }, low, high, y) {
     const { width, height } = this.#model;
-    const text = `${severity(kind).glyph} ${title}: ${number(limit)}`;
+    const text = `${severity(kind).glyph} ${title}: ${number(limit, this.#fine)}`;
     if (limit >= low && limit <= high) {
-      yield svg("line", { class: "level", x1: EDGE.left, x2: width - EDGE.right, y1: y(limit), y2: y(limit) });
+      yield svg("line", { class: "level", x1: this.#left, x2: width - EDGE.right, y1: y(limit), y2: y(limit) });
       const above = y(limit) > EDGE.top + 14;
-      yield svg("text", { class: "level-name", x: EDGE.left + 5, y: y(limit) + (above ? -4 : 12) }, text);
+      yield svg("text", { class: "level-name", x: this.#left + 5, y: y(limit) + (above ? -4 : 12) }, text);
     } else {
       const at = limit > high ? EDGE.top + 8 : height - EDGE.bottom - 6;
-      yield svg("text", { class: "level-name", x: EDGE.left + 5, y: at }, `${limit > high ? "↑" : "↓"} ${text}`);
+      yield svg("text", { class: "level-name", x: this.#left + 5, y: at }, `${limit > high ? "↑" : "↓"} ${text}`);
     }
   }
 
@@ -171,10 +182,10 @@ export class Chart {
     const words = marked <= 2;
     if (mark.baseline !== null) {
       yield svg("line", { class: "baseline", x1: start, x2: end, y1: y(mark.baseline), y2: y(mark.baseline), stroke: ink });
-      if (words) yield svg("text", { class: "limit-name", x: start + 4, y: y(mark.baseline) + 12, fill: ink }, `baseline ${number(mark.baseline)}`);
+      if (words) yield svg("text", { class: "limit-name", x: start + 4, y: y(mark.baseline) + 12, fill: ink }, `baseline ${number(mark.baseline, this.#fine)}`);
     }
     yield svg("line", { class: "limit", x1: start, x2: end, y1: y(mark.limit), y2: y(mark.limit), stroke: ink });
-    if (words) yield svg("text", { class: "limit-name", x: start + 4, y: y(mark.limit) - 4, fill: ink }, `limit ${number(mark.limit)}`);
+    if (words) yield svg("text", { class: "limit-name", x: start + 4, y: y(mark.limit) - 4, fill: ink }, `limit ${number(mark.limit, this.#fine)}`);
   }
 
   #mark(line, mark, y) {
@@ -198,7 +209,7 @@ export class Chart {
     const { first, last } = this.#x;
     const steps = [...new Set(this.#model.lines.flatMap((line) => [...line.steps]))].sort((a, b) => a - b);
     if (!steps.length) return null;
-    const wanted = first + ((event.clientX - box.left - EDGE.left) / (width - EDGE.left - EDGE.right)) * (last - first);
+    const wanted = first + ((event.clientX - box.left - this.#left) / (width - this.#left - EDGE.right)) * (last - first);
     const place = placeOf(steps, wanted);
     const next = Math.min(place + 1, steps.length - 1);
     return steps[Math.abs(steps[next] - wanted) < Math.abs(steps[place] - wanted) ? next : place];
@@ -212,7 +223,7 @@ export class Chart {
     const rows = lines.map((line) => {
       const at = line.steps.indexOf(step);
       const swatch = el("i", { class: "swatch", style: `background:${headColour(line.colour, dark)}` });
-      const figure = at < 0 ? "no sample at this step" : withUnit(number(line.values[at]), Number.isFinite(line.values[at]) ? about.unit : "");
+      const figure = at < 0 ? "no sample at this step" : withUnit(number(line.values[at], this.#fine), Number.isFinite(line.values[at]) ? about.unit : "");
       const marks = line.marks.filter((mark) => mark.step === step).map((mark) => `${severity(mark.severity).glyph} ${mark.title}`);
       return el("span", {}, swatch, `${lineName(line, several)}: ${[figure, ...marks].join(", ")}`);
     });

@@ -210,6 +210,7 @@ export class Stepper {
 export class ColourBar {
   #ramp = el("span", { class: "ramp", "aria-hidden": "true" });
   #ends = [el("span"), el("span"), el("span")];
+  #scale = el("div", { class: "scale" }, this.#ramp, el("div", { class: "ends" }, ...this.#ends));
   #unit = el("span", { class: "unit" });
   #keys = {
     unmeasured: el("li", {}, el("i", { class: "key unmeasured" }), "not measured"),
@@ -223,7 +224,7 @@ export class ColourBar {
     this.node = el(
       "div",
       { class: "colour-bar" },
-      el("div", { class: "scale" }, this.#ramp, el("div", { class: "ends" }, ...this.#ends)),
+      this.#scale,
       this.#unit,
       el("ul", { class: "keys" }, ...Object.values(this.#keys)),
     );
@@ -232,9 +233,10 @@ export class ColourBar {
   draw({ state, view }) {
     const [low, high] = view.range;
     const write = state.view === "change" ? signed : number;
+    this.#scale.hidden = this.#unit.hidden = !view.coloured;
     for (const [kind, key] of Object.entries(this.#keys)) key.hidden = !view.kinds.has(kind);
     this.#ramp.style.background = gradient(state.view);
-    [low, (low + high) / 2, high].forEach((end, place) => (this.#ends[place].textContent = write(end)));
+    [low, (low + high) / 2, high].forEach((end, place) => (this.#ends[place].textContent = write(end, (high - low) / 100)));
     this.#unit.textContent = withUnit(state.view === "change" ? "change in" : "", view.about.unit || (state.view === "change" ? "value" : ""));
   }
 }

@@ -29,19 +29,53 @@ export function refill(node, key, children) {
   node.replaceChildren(...children());
 }
 
-/** Four significant digits; not a number means not measured. */
-export function number(value) {
+/**
+ * Four significant digits, and more where figures that differ by `step` would look alike; not a number means not
+ * measured.
+ */
+export function number(value, step = Infinity) {
   if (value === null || value === undefined || Number.isNaN(value)) return "not measured";
   if (!Number.isFinite(value)) return value > 0 ? "infinite" : "-infinite";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e5 || size < 1e-4) return value.toExponential(2).replace("e+", "e");
-  return String(Number(value.toPrecision(4)));
+  const wanted = step > 0 ? 1 + placeOfDigit(size) - placeOfDigit(step) : 0;
+  const digits = Math.min(7, Math.max(4, wanted)); // seven are what a float32 holds
+  if (size >= 1e5 || size < 1e-4) return value.toExponential(digits > 4 ? digits - 1 : 2).replace("e+", "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** The power of ten of a number's first digit. */
+function placeOfDigit(size) {
+  return Math.floor(Math.log10(size) + 1e-9);
+}
+
+const SHORT = 6; // characters of a label that is never too long
+
+/** Labels of an axis' ticks in their order, each with the digits that their spacing needs. */
+export function tickLabels(values) {
+  const apart = values.length > 1 ? values[1] - values[0] : 0;
+  if (!(apart > 0)) return values.map((value) => number(value));
+  const last = placeOfDigit(apart);
+  const fixed = values.map((value) => (value || 0).toFixed(Math.min(100, Math.max(0, -last)))); // -0 is 0
+  const powers = values.map((value) =>
+    value ? value.toExponential(Math.min(100, Math.max(0, placeOfDigit(Math.abs(value)) - last))).replace("e+", "e") : "0",
+  );
+  return longest(fixed) <= Math.max(SHORT, longest(powers)) ? fixed : powers;
+}
+
+/** Characters of the longest of some texts. */
+export function longest(texts) {
+  return Math.max(0, ...texts.map((text) => text.length));
+}
+
+/** `1 layer`, `2 layers`. */
+export function counted(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
 
 /** The same with a sign. */
-export function signed(value) {
-  return Number.isFinite(value) && value > 0 ? `+${number(value)}` : number(value);
+export function signed(value, step) {
+  return Number.isFinite(value) && value > 0 ? `+${number(value, step)}` : number(value, step);
 }
 
 /** A number and its unit. */

@@ -1,7 +1,7 @@
 // Layers x heads of one run on a canvas, with a cursor for the keyboard.
 
 import { colour, severity } from "./colours.js";
-import { el, number, signed, tip, withUnit } from "./dom.js";
+import { counted, el, number, signed, tip, withUnit } from "./dom.js";
 import { alarmsNow, cell, columnsOf, exists, shown } from "./view.js";
 
 const FONT = "11px Roboto, system-ui, sans-serif";
@@ -50,6 +50,7 @@ export class HeatMap {
   draw(model) {
     const { run } = model;
     this.#canvas.classList.toggle("stale", Boolean(run.waiting));
+    this.#canvas.hidden = Boolean(run.none); // a map of nothing but "not measured" says less
     if (run.waiting && this.#model?.run.frame && this.#model.run.name === run.name) {
       this.#note.textContent = `loading step ${run.step} ...`; // the old map stays, faint and without answers
       return;
@@ -61,12 +62,12 @@ export class HeatMap {
     const at = run.step === undefined ? "" : `sample of step ${run.step}`;
     const since = model.view === "change" && run.base !== undefined ? `, change since step ${run.base}` : "";
     const early = run.steps.length && run.step === undefined ? "no sample yet at this step" : "";
-    this.#note.textContent = run.error ?? (run.frame && !run.waiting ? at + since : early || "loading ...");
+    this.#note.textContent = run.error ?? (run.none || (run.frame && !run.waiting ? at + since : early || "loading ..."));
     this.#note.classList.toggle("error", Boolean(run.error));
     const columns = columnsOf(run);
     this.#canvas.setAttribute(
       "aria-label",
-      `Map of ${run.layers.length} layers by ${columns} heads, ${run.name}, ${at}${since}. ` +
+      `Map of ${counted(run.layers.length, "layer")} by ${counted(columns, "head")}, ${run.name}, ${at}${since}. ` +
         "Arrow keys move, Enter shows a head's line, Shift and Enter add it.",
     );
     this.#layOut(columns);
@@ -267,15 +268,17 @@ export class HeatMap {
     const layer = run.layers[row];
     if (!layer) return [];
     const value = cell(run.frame, layer.number, column);
+    const [low, high] = run.summary?.extent ?? [0, 0];
+    const fine = (high - low) / 100;
     const words = [el("strong", {}, `Layer ${layer.number}, head ${column}`)];
     if (layer.path) words.push(el("span", { class: "path" }, layer.path));
     if (!run.frame) return words;
     if (!exists(run, layer, column)) return [...words, el("span", {}, "no such head in this layer")];
-    words.push(el("span", { class: "figure" }, Number.isFinite(value) ? withUnit(number(value), unit) : "not measured"));
+    words.push(el("span", { class: "figure" }, Number.isFinite(value) ? withUnit(number(value, fine), unit) : "not measured"));
     if (view === "change") {
       const base = cell(run.baseFrame, layer.number, column);
       const change = value - base;
-      words.push(el("span", {}, `${Number.isFinite(change) ? signed(change) : "change unknown"} since step ${run.base} (${number(base)})`));
+      words.push(el("span", {}, `${Number.isFinite(change) ? signed(change) : "change unknown"} since step ${run.base} (${number(base, fine)})`));
     }
     for (const warning of run.warnings.filter((known) => known.step === run.step)) {
       if (warning.heads[layer.number]?.includes(column)) {

@@ -4,11 +4,11 @@ import { Chart, lineName } from "./chart.js";
 import { DASHES, headColour } from "./colours.js";
 import { ColourBar, Controls, Stepper } from "./controls.js";
 import { Data } from "./data.js";
-import { el, refill, svg, tip } from "./dom.js";
+import { counted, el, refill, svg, tip } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 import { askedView, followAddress, followReloads, followTheme, link, remember } from "./host.js";
 import { MOST_HEADS, decode, encode, fitted, sameHead, unmet } from "./state.js";
-import { derive, grouped, someHas } from "./view.js";
+import { derive, grouped, measured, someHas } from "./view.js";
 import { Warnings } from "./warnings.js";
 
 const LIGHTNING = `import lightning.pytorch as pl
@@ -18,6 +18,16 @@ from lightning.pytorch.loggers import TensorBoardLogger
 trainer = pl.Trainer(
     logger=TensorBoardLogger("runs"),
     callbacks=[AttentionMonitor(every_n_steps=50)],
+)`;
+
+const TRAINER = `from attnmon.integrations.transformers import AttentionMonitorCallback
+from transformers import Trainer, TrainingArguments
+
+trainer = Trainer(
+    model,
+    TrainingArguments("runs", report_to="tensorboard"),
+    train_dataset=dataset,
+    callbacks=[AttentionMonitorCallback(every_n_steps=50)],
 )`;
 
 const PLAIN = `from attnmon import watch
@@ -68,8 +78,10 @@ class Tab {
     this.mapGrid = el("div", { class: "maps" });
     this.runNotes = el("div", { class: "run-notes" });
     this.legend = el("ul", { class: "legend", "aria-label": "Heads in the chart" });
+    this.legendHint = el("p", { class: "hint", hidden: true });
     this.clear = el("button", { type: "button", class: "plain", on: { click: () => set({ heads: [] }) } }, "Clear");
     this.chartBox = el("div", { class: "chart-box" });
+    this.noLines = el("p", { class: "hint chart-hint no-lines", hidden: true });
     this.chartHint = el("p", { class: "hint chart-hint" }, "Choose a head in the map to see its line over the steps, with the limits it is judged by. Shift and a click, or Shift and Enter, adds another.");
     this.problems = el("details", { class: "problems", hidden: true });
     this.failure = el("p", { class: "failure", role: "alert", hidden: true });
@@ -94,7 +106,9 @@ class Tab {
             { class: "panel", "aria-labelledby": "chart-title" },
             el("header", {}, el("h2", { id: "chart-title" }, "Heads over steps"), this.clear),
             this.legend,
+            this.legendHint,
             this.chartHint,
+            this.noLines,
             this.chartBox,
           ),
           this.warnings.node,
@@ -222,7 +236,7 @@ class Tab {
       ...(record ? this.#recordNote(of, record) : []),
       restarts.length > 0 && el("p", { class: "hint" }, `${of}The run went back to an earlier step (resumed at step ${where}). What it had written beyond is left out.`),
       kept !== null &&
-        el("p", { class: "hint" }, `${of}TensorBoard keeps ${kept} samples, spread over the run, and may have left others out; --samples_per_plugin attnmon=0 keeps all.`),
+        el("p", { class: "hint" }, `${of}TensorBoard keeps ${counted(kept, "sample")}, spread over the run, and may have left others out; --samples_per_plugin attnmon=0 keeps all.`),
     );
   }
 
@@ -231,9 +245,9 @@ class Tab {
     const every = record.every_n_steps === null ? "" : record.every_n_steps > 1 ? ` every ${record.every_n_steps} steps` : " every step";
     const left = Object.entries(record.not_measured);
     return [
-      el("p", { class: "hint" }, `${of}${record.layers.length} layers, sampled${every} on ${source}.`),
+      el("p", { class: "hint" }, `${of}${counted(record.layers.length, "layer")}, sampled${every} on ${source}.`),
       left.length > 0 &&
-        el("details", {}, el("summary", {}, `${left.length} attention modules are not measured`), el("ul", {}, ...left.map(([path, reason]) => el("li", {}, el("code", {}, path), `: ${reason}`)))),
+        el("details", {}, el("summary", {}, `${counted(left.length, "attention module")} ${left.length === 1 ? "is" : "are"} not measured`), el("ul", {}, ...left.map(([path, reason]) => el("li", {}, el("code", {}, path), `: ${reason}`)))),
     ];
   }
 
@@ -241,12 +255,13 @@ class Tab {
     const { lines } = view;
     this.chartHint.hidden = state.heads.length > 0;
     this.clear.hidden = this.legend.hidden = state.heads.length === 0;
-    this.chartBox.hidden = lines.length === 0;
-    const paths = new Map(view.runs.flatMap((run) => run.layers.map((layer) => [`${run.name} ${layer.number}`, layer.path])));
-    refill(this.legend, JSON.stringify([state.heads, state.runs, this.#dark, [...paths]]), () =>
-      state.heads.flatMap((head, colour) => view.runs.map((run, place) => this.#legendItem(head, colour, run, place, several, paths.get(`${run.name} ${head.layer}`)))),
-    );
-    if (!lines.length) return;
+    const some = lines.some(({ values }) => measured(values));
+    this.chartBox.hidden = !some;
+    this.noLines.hidden = some || lines.length === 0;
+    const none = view.runs.every((run) => run.none || !run.tag);
+    this.noLines.textContent = none ? view.none : `No figures of ${state.heads.length === 1 ? "this head" : "these heads"} at any step.`;
+    this.#drawLegend(view, several);
+    if (!some) return;
     const bases = view.runs.map((run) => run.base).filter((base) => base !== undefined);
     this.chart.draw({
       lines,
@@ -261,16 +276,31 @@ class Tab {
     });
   }
 
-  #legendItem(head, colour, run, place, several, path) {
-    const name = lineName({ ...head, run: run.name }, several);
+  #drawLegend(view, several) {
+    const paths = new Map(view.runs.flatMap((run) => run.layers.map((layer) => [`${run.name} ${layer.number}`, layer.path])));
+    const items = view.legend.map((entry, at) => ({
+      ...entry,
+      path: paths.get(`${entry.run} ${entry.layer}`) ?? "",
+      first: entry.colour !== view.legend[at - 1]?.colour,
+    }));
+    refill(this.legend, JSON.stringify([items, several, this.#dark]), () => items.map((item) => this.#legendItem(item, several)));
+    const more = this.legend.scrollHeight > this.legend.clientHeight + 1;
+    this.legendHint.hidden = !more;
+    this.legendHint.textContent = `${items.length} lines: scroll their names to see all.`;
+    if (more) this.legend.setAttribute("tabindex", "0");
+    else this.legend.removeAttribute("tabindex");
+  }
+
+  #legendItem({ layer, head, run, colour, dash, path, first, none }, several) {
+    const name = lineName({ layer, head, run }, several) + (none ? ": no figures" : "");
     const sample = svg(
       "svg",
       { width: 26, height: 10, "aria-hidden": "true" },
-      svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: headColour(colour, this.#dark), "stroke-width": 2.5, "stroke-dasharray": DASHES[place] }),
+      svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: headColour(colour, this.#dark), "stroke-width": 2.5, "stroke-dasharray": DASHES[dash] }),
     );
-    const leave = () => this.#set({ heads: this.#state.heads.filter((known) => !sameHead(known, head)) });
-    const button = el("button", { type: "button", class: "plain", "aria-label": `Remove layer ${head.layer}, head ${head.head}`, on: { click: leave } }, "×");
-    return el("li", { title: path || null }, sample, el("span", {}, name), place === 0 && button);
+    const leave = () => this.#set({ heads: this.#state.heads.filter((known) => !sameHead(known, { layer, head })) });
+    const button = el("button", { type: "button", class: "plain", "aria-label": `Remove layer ${layer}, head ${head}`, on: { click: leave } }, "×");
+    return el("li", { title: path || null }, sample, el("span", {}, name), first && button);
   }
 
   #pick(head, add) {
@@ -319,6 +349,8 @@ class Tab {
       el("p", {}, "This tab shows what attnmon measures of attention heads while a model trains: layers by heads at any step, each head's history, and every warning. Nothing of it is in this log directory."),
       el("h3", {}, "With Lightning"),
       el("pre", {}, el("code", {}, LIGHTNING)),
+      el("h3", {}, "With transformers.Trainer"),
+      el("pre", {}, el("code", {}, TRAINER)),
       el("h3", {}, "In a plain PyTorch loop"),
       el("pre", {}, el("code", {}, PLAIN)),
       el("p", {}, "Once a sample is written, it appears here after TensorBoard's next reload."),

@@ -65,7 +65,7 @@ function* cells(runs, view) {
 /** Which kinds of cells without a plain colour there are, for the key below the map. */
 function kindsOf(runs, view) {
   const kinds = new Set();
-  for (const run of runs) {
+  for (const run of runs.filter(({ none }) => !none)) {
     if (run.warnings.some((warning) => warning.step === run.step)) kinds.add("warned");
     for (const alarm of alarmsNow(run)) kinds.add(alarm.severity === "watch" ? "watched" : "alarmed");
     const columns = columnsOf(run);
@@ -119,6 +119,7 @@ export function derive(state, data) {
       restarts: about.value?.restarts ?? [],
       error: tag ? (about.error ?? null) : "This run has no such quantity.",
       steps: [],
+      none: "", // what is said in place of the map, where no sample has a figure
     };
     for (const text of about.value?.problems ?? []) problems.push({ run: name, tag: "", text });
     if (about.error) problems.push({ run: name, tag: "", text: `warnings: ${about.error}` });
@@ -127,6 +128,7 @@ export function derive(state, data) {
     run.error = summary.error ?? run.error;
     run.summary = summary.value;
     run.steps = summary.value?.steps ?? [];
+    if (summary.value?.extent === null) run.none = noFigures(state.quantity);
     for (const text of summary.value?.problems ?? []) problems.push({ run: name, tag: tag.tag, text });
     return run;
   });
@@ -154,6 +156,7 @@ export function derive(state, data) {
     }
   }
   for (const run of runs) run.layers = layersOf(run.record, run.frame);
+  const legend = entries(state, data, runs);
   const about = runs.find((run) => run.tag)?.tag ?? { title: state.quantity, unit: "", limits: [null, null] };
   return {
     runs,
@@ -163,14 +166,27 @@ export function derive(state, data) {
     about,
     problems: grouped([...problems, ...data.catalogue.problems]),
     range: range(state, runs, about.limits),
+    coloured: coloured(runs, state.view),
+    none: noFigures(state.quantity),
     kinds: kindsOf(runs, state.view),
     prefixes: [...new Set(state.runs.flatMap((run) => allTags(data, run).map((tag) => tag.prefix)))],
     quantities: quantitiesOf(state, data),
-    lines: lines(state, data, runs),
+    legend: legend.map(({ line, ...entry }) => entry),
+    lines: legend.map(({ line }) => line).filter(Boolean).sort((a, b) => a.dash - b.dash), // run by run
     levels: levels(runs, state.quantity),
     warnings: runs.flatMap((run) => run.warnings.map((warning) => ({ ...warning, run: run.name, state: stateOf(warning, run) }))),
     known: runs.map(({ name, known }) => ({ name, known })),
   };
+}
+
+function noFigures(quantity) {
+  const why = whyNone(quantity);
+  return `No figures of this quantity${why && `: ${why}`}.`;
+}
+
+/** Whether there is something to colour, as far as is known. */
+function coloured(runs, view) {
+  return runs.some((run) => run.summary ? run.summary[view === "change" ? "change" : "extent"] !== null : !run.error);
 }
 
 /** Problems as lines: one for all tags of a run that have the same. */
@@ -203,14 +219,31 @@ function stateOf(warning, run) {
   return `${recovered} of ${all} heads recovered${over.length === 1 ? " at" : ", the last at"} step ${last}; ${all - recovered} still under alarm`;
 }
 
+/** Whether a run has a head of this number at some step; true while that is not known. */
+function has(run, { layer, head }) {
+  if (!run.summary) return !run.error;
+  const own = run.record?.layers.find(({ number }) => number === layer);
+  const [rows, columns] = run.summary.shape;
+  return layer < rows && head < columns && (!own || head < own.heads || Number.isFinite(cell(run.frame, layer, head)));
+}
+
 /** Whether some run has a head of this number at some step; true while that is not known. */
-export function someHas(runs, { layer, head }) {
-  return runs.some((run) => {
-    if (!run.summary) return !run.error;
-    const own = run.record?.layers.find(({ number }) => number === layer);
-    const [rows, columns] = run.summary.shape;
-    return layer < rows && head < columns && (!own || head < own.heads || Number.isFinite(cell(run.frame, layer, head)));
-  });
+export function someHas(runs, head) {
+  return runs.some((run) => has(run, head));
+}
+
+/** Whether there is a figure among these. */
+export function measured(values) {
+  return values.some((value) => Number.isFinite(value));
+}
+
+const FEWEST = { active_share: "at least 64", score_spread: "at least 8" }; // visible keys of a row that has a figure
+
+/** Why a quantity has no figures at all, "" where that is not known. */
+export function whyNone(quantity) {
+  const top = /^(?:separability|precision|f_score|radius|distance)\w*@(\d+)$/.exec(quantity);
+  const keys = FEWEST[quantity] ?? (top ? `more than ${top[1]}` : "");
+  return keys && `only rows that see ${keys} keys have one`;
 }
 
 function failure(frame) {
@@ -231,12 +264,18 @@ function quantitiesOf(state, data) {
   return [...found.values()];
 }
 
-function lines(state, data, runs) {
-  if (!state.heads.length) return [];
-  return runs.flatMap((run) => {
-    const series = run.tag ? data.series(run.name, run.tag, state.heads).value : null;
-    return (series?.heads ?? []).map((found, colour) => ({ ...found, run: run.name, dash: run.place, colour, steps: series.steps }));
-  });
+/** By head and run: what the legend names, and the line where it has come. A run that lacks a head has none of it. */
+function entries(state, data, runs) {
+  const found = runs.map((run) => (run.tag && state.heads.length ? data.series(run.name, run.tag, state.heads).value : null));
+  return state.heads.flatMap(({ layer, head }, colour) =>
+    runs.flatMap((run, place) => {
+      if (!has(run, { layer, head })) return [];
+      const line = found[place] && { ...found[place].heads[colour], run: run.name, dash: run.place, colour, steps: found[place].steps };
+      const none = Boolean(line) && !measured(line.values);
+      if (none && run.record && !run.record.layers.some(({ number }) => number === layer)) return [];
+      return [{ layer, head, run: run.name, dash: run.place, colour, none, line }];
+    }),
+  );
 }
 
 function levels(runs, quantity) {
