@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing as mp
 import os
@@ -175,5 +176,7 @@ def test_two_processes_measure_as_one_does_and_train_as_without(tmp_path, job, f
             for layer, heads in layers.items():
                 assert result["latest"].values[quantity][layer] == pytest.approx(heads, rel=2e-3, abs=1e-6, nan_ok=True)
         assert (result["losses"], result["parameters"]) == (plain[rank]["losses"], plain[rank]["parameters"])
-    assert both[0]["latest"] == both[1]["latest"]
+    # by their texts: a NaN that has come through a file is not the one NaN of this process any more
+    first, second = (repr(dataclasses.replace(result["latest"], cost=None)) for result in both)
+    assert first == second
     assert [result["told"] for result in both] == [True, False]  # both know, the first says so

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
 from attnmon.alerts import AlertEngine, AlertRules
@@ -14,6 +15,9 @@ from attnmon.snapshot import Snapshot
 from attnmon.tensorboard import TabWriter
 
 Table = Mapping[str, Mapping[int, Sequence[float]]]
+
+# Files of one second are told apart by a counter, and 10 sorts before 9: from here on all have as many digits.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(1_000_000)
 
 
 class Run:
