@@ -123,6 +123,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
                 )
         samples = self._store.samples(*_who(request), run, tag)
         alerts = self._store.run(*_who(request), run, prefix)["warnings"]
+        limits, problems = self._store.limits(*_who(request), run, prefix, quantity)
         return {
             "steps": samples.steps,
             "heads": [
@@ -134,6 +135,15 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
                 }
                 for layer, head in heads
             ],
+            "limits": [
+                {
+                    **{name: content[name] for name in ("rule", "title", "severity", "rises")},
+                    "steps": own.steps,
+                    "heads": [_base64(own.head(layer, head)) for layer, head in heads],
+                }
+                for content, own in limits
+            ],
+            "problems": problems,
         }
 
 

@@ -29,6 +29,7 @@ __all__ = ["MissingError", "Samples", "Store"]
 
 _ALL_SAMPLES = 2**31 - 1
 _CACHE_BYTES = 256 * 2**20
+_NO_HEADS = "no samples of attention heads that can be read are in this run, so it can't be chosen"
 _ORDER = {quantity.name: place for place, quantity in enumerate(QUANTITIES)}
 
 
@@ -149,6 +150,8 @@ class Store:
                     tags.append({**content, "tag": tag, "stamp": _stamp(series, clock and listed[run][clock])})
             if tags:
                 runs.append({"run": run, "tags": sorted(tags, key=_place)})
+            if tags and not any(tag["kind"] == "heads" for tag in tags):
+                problems.append({"run": run, "tag": "", "text": _NO_HEADS})
         return {"runs": runs, "problems": problems}
 
     def samples(self, ctx: object, experiment: str, run: str, tag: str) -> Samples:
@@ -159,6 +162,27 @@ class Store:
             UnreadableError: The tag is not ours, or TensorBoard can't read it.
         """
         return self._read(ctx, experiment, run, tag, "heads", _samples)
+
+    def limits(
+        self, ctx: object, experiment: str, run: str, prefix: str, quantity: str
+    ) -> tuple[list[tuple[dict[str, Any], Samples]], list[dict[str, str]]]:
+        """The limits of a quantity that rules have learned from each head itself.
+
+        Returns:
+            The content of each tag's metadata, and what its samples hold; problems as in the catalogue.
+        """
+        found, problems = [], []
+        for tag, content in _contents(self._listed(ctx, experiment, run)).items():
+            if (content["kind"], content["prefix"], content.get("quantity")) != ("limits", prefix, quantity):
+                continue
+            try:
+                samples: Samples = self._read(ctx, experiment, run, tag, "limits", _samples)
+            except (MissingError, UnreadableError) as error:
+                problems.append({"tag": tag, "text": str(error)})
+            else:
+                found.append((content, samples))
+                problems += [{"tag": tag, "text": text} for text in samples.problems]
+        return sorted(found, key=lambda one: one[0]["rule"]), problems
 
     def content(self, ctx: object, experiment: str, run: str, tag: str) -> dict[str, Any]:
         """The content of a tag's metadata.
@@ -352,18 +376,26 @@ def _content(raw: bytes) -> dict[str, Any]:
     if kind not in KINDS or not isinstance(prefix, str):
         raise UnreadableError(f"kind {kind!r} with prefix {prefix!r}, where a kind is one of {', '.join(KINDS)}")
     clean: dict[str, Any] = {"kind": kind, "prefix": prefix}
+    if kind in ("heads", "limits"):
+        clean["quantity"] = _name(content, "quantity")
+    if kind == "limits":
+        clean |= {name: _name(content, name) for name in ("rule", "title", "severity")}
+        clean["rises"] = bool(content.get("rises"))
     if kind == "heads":
-        quantity = content.get("quantity")
-        if not isinstance(quantity, str) or not quantity:
-            raise UnreadableError(f"quantity {quantity!r}, where a name is expected")
-        clean["quantity"] = quantity
         for name in ("title", "unit", "rise", "fall"):
             clean[name] = content[name] if isinstance(content.get(name), str) else ""
-        clean["title"] = clean["title"] or quantity
+        clean["title"] = clean["title"] or clean["quantity"]
         limits = content.get("limits")
         pair = limits if isinstance(limits, list) and len(limits) == 2 else [None, None]
         clean["limits"] = [number(end) for end in pair]
     return clean
+
+
+def _name(content: Mapping[str, Any], field: str) -> str:
+    value = content.get(field)
+    if not isinstance(value, str) or not value:
+        raise UnreadableError(f"{field} {repr(value)[:40]}, where a name is expected")
+    return value
 
 
 def _samples(data: Sequence[Any]) -> Samples:

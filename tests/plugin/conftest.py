@@ -82,8 +82,9 @@ def write_run(
     writer: SummaryWriter | None = None,
     rules_on: bool = True,
     figures: Callable[..., dict[str, dict[int, list[float]]]] = figures,
+    own_limits: bool = False,
 ) -> None:
-    """A run's event file, warnings and all."""
+    """A run's event file, warnings and all; without the limits that each head has of its own, as earlier ones are."""
     mine = writer or SummaryWriter(folder)
     tab = TabWriter(mine, prefix)
     growth, rise = ScoreGrowth(spread=10.0, jump=99.0), EntropyRise(severity="warn")
@@ -103,7 +104,10 @@ def write_run(
                 nonfinite={layer: [0] * HEADS for layer in range(LAYERS)},
             )
         sample = dataclasses.replace(sample, alerts=tuple(alerts or ()), alarmed=engine.alarmed() if rules_on else {})
-        tab.write(sample, every_n_steps=10, levels=rules.fixed_levels(sample.values))
+        about: Iterable[Mapping[str, Any]] = ()
+        if own_limits:
+            sample, about = dataclasses.replace(sample, limits=engine.limits()), rules.own_limits(sample.values)
+        tab.write(sample, every_n_steps=10, levels=rules.fixed_levels(sample.values), own_limits=about)
     mine.flush() if writer else mine.close()
 
 

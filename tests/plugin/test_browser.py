@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from attnmon.metrics.entropy import MIN_KEYS
 from attnmon.metrics.logits import SPREAD_KEYS
-from attnmon.records import tag_of, to_json
+from attnmon.records import metadata, tag_of, to_json
 
 BROWSER = find()
 NEEDED = os.environ.get("CI_NEEDS_BROWSER") == "1"
@@ -133,7 +133,31 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     validations.close()
     write_run(folder / "x-flat", (0, 1), rules_on=False, figures=flat)
     write_run(folder / "x-small", (0, 10), rules_on=False, figures=small)
+    write_run(folder / "x-own", own_limits=True)
+    write_run(folder / "x-own-2", own_limits=True, seed=1)
+    write_run(folder / "x-infinite", (0, 10), rules_on=False, figures=infinite)
+    warned = SummaryWriter(folder / "x-warned")
+    write_run(folder / "x-warned", rules_on=False, writer=warned)
+    write_tensor(warned, tag_of("warnings"), metadata("warnings"), growth_record(DROPPED), DROPPED)
+    warned.close()
     return folder
+
+
+DROPPED = 105  # a step with a warning and no sample
+
+
+def growth_record(step: int) -> bytes:
+    """A warning of wide scores."""
+    layer, head = str(SPREAD[0]), SPREAD[1]
+    evidence = {"quantity": "score_spread", "label": "score spread", "heads": {layer: [head]}}
+    evidence |= {"figures": {layer: [11.0]}, "baselines": {layer: [None]}, "limits": {layer: [10.0]}}
+    alert = {"rule": "score_growth", "title": "attention scores too large", "severity": "warn", "summary": "wide"}
+    alert |= {"remedy": "less", "since": step, "heads": {layer: [head]}, "evidence": [evidence]}
+    return to_json({"version": 1, "step": step, "alerts": [alert], "alarmed": {"score_growth": {layer: [head]}}})
+
+
+def infinite(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
+    return {"entropy_normalized": {0: [float("inf"), 0.3, -float("inf"), float("nan")]}}
 
 
 def flat(step: int, seed: int = 0) -> dict[str, dict[int, list[float]]]:
@@ -685,3 +709,261 @@ def test_a_long_legend_scrolls_and_says_so(tab: Tab) -> None:
     tabs, top = tab.js(box.format("e.scrollTop = 1e6"))
     assert tabs == 0
     assert top > 0
+
+
+OWN_LIMITS = "[...d.querySelectorAll('.chart .own-limit-name')].map((name) => name.textContent)"
+DRAWN_LIMITS = "d.querySelectorAll('.chart .own-limit').length"
+TIP = "d.querySelector('.tip').textContent"
+STEP_NOTE = "d.querySelector('.step-note').textContent"
+
+
+def hover_chart(tab: Tab, share: float) -> str:
+    """What the tooltip says at a share of the chart's width, at its upper edge."""
+    left, top, width = tab.js(
+        "(() => { const a = d.querySelector('.chart .axis').getBoundingClientRect(),"
+        " b = d.querySelector('.chart').getBoundingClientRect(); return [a.left + o.left, b.top + o.top, a.width]; })()"
+    )
+    tab.browser.mouse("mouseMoved", left + share * width, top + 3)
+    return tab.js(TIP)
+
+
+def changed(tab: Tab, script: str) -> None:
+    """Answers of the routes, changed by the body of a function of `path`, `found` and the window `w`."""
+    tab.js(
+        "(() => { const w = f.contentWindow, fetch = w.fetch.bind(w); w.fetch = async (url, more) => {"
+        " const answer = await fetch(url, more), path = String(url), found = await answer.clone().json();"
+        f" {script}; return new w.Response(JSON.stringify(found)); }}; }})()"
+    )
+
+
+def test_a_heads_own_limits_are_drawn_over_the_steps(tab: Tab) -> None:
+    view(tab, f"run=x-own&heads={RISEN[0]}.{RISEN[1]}")
+    tab.lines(1)
+    assert tab.js(OWN_LIMITS) == [
+        "\u25a0 own limit, entropy collapse: 0.05",
+        "\u25b2 own limit, entropy rising: 0.5929",
+    ]
+    assert tab.js(DRAWN_LIMITS) == 2
+    # the warning's own line of the same limit is left out; what it had learned stays
+    assert tab.js("['.limit', '.baseline'].map((kind) => d.querySelectorAll('.chart ' + kind).length)") == [0, 1]
+    looks = "[...d.querySelectorAll('.chart {}')].map((e) => f.contentWindow.getComputedStyle(e).strokeDasharray)"
+    assert not {*tab.js(looks.format(".own-limit"))} & {"none", *tab.js(looks.format(".line"))}
+    assert "has of its own" in tab.js("d.querySelector('.chart-box + .hint').textContent")
+    assert "\u25b2 own limit 0.5929 (entropy rising)" in hover_chart(tab, 1.0)
+    view(tab, f"run=first&heads={RISEN[0]}.{RISEN[1]}")  # written without
+    tab.lines(1)
+    assert tab.js(f"[{DRAWN_LIMITS}, d.querySelectorAll('.chart .limit').length]") == [0, 1]
+    assert tab.js("d.querySelector('.chart-box + .hint').hidden")
+
+
+def test_of_several_lines_one_has_its_own_limits_drawn(tab: Tab) -> None:
+    view(tab, "run=x-own&run=x-own-2&heads=0.0_2.0_1.2")
+    tab.lines(6)
+    marked = "[...d.querySelectorAll('.legend .own')].map((item) => item.textContent)"
+    assert tab.js(marked) == ["layer 1, head 2 in x-own\u00d7"]
+    assert tab.js(f"{OWN_LIMITS}.length") == 2
+    assert "Point at another name above" in tab.js("d.querySelector('.chart-box + .hint').textContent")
+    axis = tab.js("[...d.querySelectorAll('.chart .tick.value')].map((tick) => tick.textContent)")
+    tab.js("(d.querySelectorAll('.legend li')[1].dispatchEvent(new PointerEvent('pointerenter')), true)")
+    tab.wait(f"{marked}[0] === 'layer 0, head 0 in x-own-2'")
+    assert tab.js(f"{OWN_LIMITS}[1]") != "\u25b2 own limit, entropy rising: 0.5929"
+    assert axis == tab.js("[...d.querySelectorAll('.chart .tick.value')].map((tick) => tick.textContent)")
+    tab.js("(d.querySelectorAll('.legend li')[1].dispatchEvent(new PointerEvent('pointerleave')), true)")
+    tab.wait(f"{marked}[0].startsWith('layer 1, head 2')")
+    tab.browser.click(
+        *tab.js(
+            "(() => { const b = d.querySelector('#map-title').getBoundingClientRect();"
+            " return [b.left + 5 + o.left, b.top + 5 + o.top]; })()"
+        )
+    )
+    tab.js("d.querySelectorAll('.legend button')[1].focus()")  # as the keyboard does
+    tab.wait(f"{marked}[0].startsWith('layer 2, head 0')")
+
+
+def test_moving_the_step_leaves_the_lines_alone(tab: Tab) -> None:
+    view(tab, "run=x-own&heads=1.2")
+    tab.lines(1)
+    tab.js("d.querySelector('.chart .own-limit').same = true")
+    tab.js("d.querySelector('[aria-label=\"Previous sample\"]').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 180'")
+    assert tab.js("d.querySelector('.chart .own-limit').same")
+
+
+def test_limits_far_away_are_named_at_the_edge(tab: Tab) -> None:
+    view(tab, f"run=x-own&quantity=score_spread&heads={SPREAD[0]}.{SPREAD[1]}")
+    tab.lines(1)
+    (name,) = tab.js(OWN_LIMITS)
+    assert re.fullmatch("\u2191 \u25b2 own limit, attention scores too large: \\d{3}(\\.\\d+)?", name)
+    assert tab.js(DRAWN_LIMITS) == 0
+    assert max(tab.js("[...d.querySelectorAll('.chart .tick.value')].map((tick) => Number(tick.textContent))")) < 20
+
+
+def test_limits_beyond_a_quantitys_ends_are_not_drawn(tab: Tab) -> None:
+    changed(  # one to 1.08, the other to a hint
+        tab,
+        "for (const one of found.limits ?? []) if (one.rises) one.heads = [w.btoa('\\x71\\x3d\\x8a\\x3f'.repeat(20))];"
+        " else one.severity = 'watch'",
+    )
+    tab.js("d.querySelector('.run-list input[value=x-own]').click()")
+    tab.wait("d.querySelector('.picker summary').textContent === '2 runs'")
+    tab.js("d.querySelector('.run-list input[value=first]').click()")
+    tab.wait("d.querySelector('.picker summary').textContent === 'x-own'")
+    tab.settle()
+    tab.click(*RISEN)
+    tab.lines(1)
+    assert tab.js(OWN_LIMITS) == ["\u25cb own limit, entropy collapse: 0.05"]
+    assert float(tab.js("f.contentWindow.getComputedStyle(d.querySelector('.chart .own-limit')).opacity")) < 1  # a hint
+    assert tab.js("d.querySelector('.chart-box + .hint').textContent").endswith(
+        "Not drawn: entropy rising, whose limit Normalised entropy can't reach here."
+    )
+    assert "entropy rising" not in hover_chart(tab, 0.3)
+
+
+def test_a_warning_whose_sample_is_not_kept_leads_to_the_next_and_says_so(tab: Tab) -> None:
+    changed(tab, "if ('kept' in found) found.kept = 20")
+    tab.js("d.querySelector('.run-list input[value=x-warned]').click()")
+    tab.wait("d.querySelector('.picker summary').textContent === '2 runs'")
+    tab.js("d.querySelector('.run-list input[value=first]').click()")
+    tab.wait("d.querySelectorAll('.warnings .jump').length === 1")
+    tab.js("d.querySelector('.warnings .jump').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 110'")
+    assert tab.js(STEP_NOTE) == f"The sample of step {DROPPED} is not kept: this is step 110."
+    tab.wait("d.querySelector('.tip').hidden")
+    tab.lines(1)
+    x, y = tab.js(
+        "(() => { const b = d.querySelector('.chart .mark').getBoundingClientRect();"
+        " return [b.left + b.width / 2 + o.left, b.top + b.height / 2 + o.top]; })()"
+    )
+    tab.browser.mouse("mouseMoved", x, y)
+    assert tab.js(TIP).startswith(f"Step {DROPPED}")
+    assert "\u25b2 attention scores too large" in tab.js(TIP)
+    tab.js("d.querySelector('[aria-label=\"Next sample\"]').click()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 120'")
+    assert tab.js(STEP_NOTE) == ""
+    tab.browser.click(x, y)
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 110'")
+    assert tab.js(STEP_NOTE) == f"The sample of step {DROPPED} is not kept: this is step 110."
+
+
+def test_a_step_that_no_run_has_is_said(tab: Tab) -> None:
+    for asked, shown in ((105, 110), (1000, 190)):
+        view(tab, f"run=second&step={asked}")
+        assert tab.js(STEP_NOTE) == f"There is no sample of step {asked}: this is step {shown}."
+        assert tab.js("d.querySelector('.map-note').textContent") == f"sample of step {shown}"
+
+
+def test_the_focus_outlives_what_is_rebuilt(tab: Tab) -> None:
+    focused = "d.activeElement.getAttribute('aria-label') ?? (d.activeElement.value || d.activeElement.textContent)"
+    tab.js("(d.querySelector('.picker').open = true, d.querySelectorAll('.run-list input')[1].focus())")
+    tab.browser.press(" ", 32)
+    tab.wait("d.querySelector('.picker summary').textContent === '2 runs'")
+    assert tab.js("[d.activeElement.tagName, d.activeElement.value]") == ["INPUT", "second"]
+    tab.browser.press("Escape", 27)
+    assert not tab.js("d.querySelector('.picker').open")
+    view(tab, "run=first&view=change&step=50&base=20&heads=0.0_1.2")
+    tab.lines(2)
+    tab.js("(() => { const b = d.querySelectorAll('.base button')[0]; b.focus(); b.click(); })()")
+    tab.wait("d.querySelector('.base').textContent.startsWith('since step 50')")
+    assert tab.js(focused) == "Set to this step"
+    tab.js("(() => { const b = d.querySelectorAll('.base button')[1]; b.focus(); b.click(); })()")
+    tab.wait("d.querySelector('.base').textContent.startsWith('since the first sample')")
+    assert tab.js(focused) == "Set to this step"  # "Reset" can't be pressed any longer
+    tab.js("(() => { const b = d.querySelector('.legend button'); b.focus(); b.click(); })()")
+    tab.lines(1)
+    assert tab.js(focused) == "Remove layer 1, head 2"
+    tab.js("(() => { const b = d.querySelector('.legend button'); b.focus(); b.click(); })()")
+    tab.wait("d.querySelector('.legend').hidden")
+    assert tab.js("d.activeElement.className") == "map-canvas"
+    view(tab, "run=first&step=10")
+    tab.js("(() => { const b = d.querySelector('[aria-label=\"Previous sample\"]'); b.focus(); b.click(); })()")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 0'")
+    assert tab.js(focused) == "Step"
+
+
+def drops_a_sample(tab: Tab, stamp: str) -> None:
+    """The first list of samples is one that TensorBoard has gone on from: step 100 is kept no longer."""
+    view(tab, "run=first&step=100")
+    changed(
+        tab,
+        "if (path.endsWith('catalogue')) { w.lists = (w.lists ?? 0) + 1;"
+        f" for (const run of found.runs) for (const tag of run.tags) tag.stamp = {stamp}; }}"
+        " if (w.lists && path.includes('summary')) { const at = found.steps.indexOf(100);"
+        " found.steps.splice(at, 1); found.wall_times.splice(at, 1); }"
+        " if (path.includes('frames')) { found.frames = found.frames.filter(({step}) => step !== 100);"
+        " if (path.includes('100')) found.missing = [100]; }",
+    )
+    tab.quantity("score_spread")
+
+
+def test_a_sample_that_was_dropped_meanwhile_gives_way_to_the_next(tab: Tab) -> None:
+    drops_a_sample(tab, "[...tag.stamp, 'later']")
+    tab.wait("d.querySelector('.map-note').textContent === 'sample of step 110'")
+    tab.wait(f"{STEP_NOTE} === 'There is no sample of step 100: this is step 110.'")
+    assert tab.js("f.contentWindow.lists") == 1
+
+
+def test_a_sample_that_stays_away_is_asked_for_a_few_times_only(tab: Tab) -> None:
+    drops_a_sample(tab, "tag.stamp")
+    tab.wait("d.querySelector('.map-note').textContent === 'TensorBoard no longer keeps this sample.'")
+    tab.browser.run("new Promise((go) => setTimeout(go, 300))")
+    assert tab.js("f.contentWindow.lists") == 1
+
+
+def test_data_of_a_later_version_is_not_called_none(tab: Tab) -> None:
+    later = "version 2 of attnmon's data, where version 1 can be read: update attnmon"
+    problems = json.dumps([{"run": "new", "tag": f"attnmon/attn/{name}", "text": later} for name in ("a", "b")])
+    changed(tab, f"if (path.endsWith('catalogue')) {{ found.runs = []; found.problems = {problems}; }}")
+    tab.js("d.querySelector('.actions button').click()")
+    tab.wait("!d.querySelector('.empty').hidden && d.querySelector('main').hidden")
+    words = tab.js("d.querySelector('.empty').innerText")
+    assert words.startswith("Attention data that can't be read")
+    assert f"There is data of attnmon in this log directory, but none that can be shown: {later}." in words
+    assert "No attention data yet" not in words
+    assert "Nothing of it is in this log directory" not in words
+    assert "new (2 tags: attnmon/attn/a, attnmon/attn/b)" in words  # the box is open
+
+
+def test_a_remembered_view_of_another_directory_is_dropped(tab: Tab) -> None:
+    for kept, legend, notes in (
+        ("run=good&step=30&heads=1.2", "", 0),
+        ("run=first&run=good&heads=1.2", "layer 1, head 2\u00d7", 0),
+    ):
+        tab.browser.open(f"{tab.url}/data/plugin/attnmon/catalogue")
+        tab.browser.wait("location.port && document.readyState === 'complete'")
+        tab.browser.run(f"sessionStorage.setItem('attnmon.view', '{kept}')")
+        tab.open()
+        assert tab.js("d.querySelectorAll('main > .notes p').length") == notes
+        assert tab.js("d.querySelector('.legend').textContent") == legend
+        assert not tab.words().startswith("step 30 ")
+
+
+def test_the_address_that_the_tab_wrote_itself_is_no_link(tab: Tab) -> None:
+    """Open by itself, where the address is the tab's own."""
+    page = f"{tab.url}/data/plugin_entry.html?name=attnmon"
+    notes = "[...document.querySelectorAll('main > .notes p')].map((note) => note.textContent)"
+    tab.browser.open(f"{page}#p.attnmon.view=run%3Dgood")
+    ready = "document.querySelector('.map-note')?.textContent.startsWith('sample of step')"
+    tab.browser.wait(ready)
+    assert tab.browser.run(notes) == ["The link names the run good, which is not here."]
+    tab.browser.wait("history.state?.attnmon?.startsWith('run=first')")
+    tab.browser.run(
+        "(history.replaceState({attnmon: 'run=good'}, '', `${location.pathname}${location.search}"
+        "#p.attnmon.view=run%3Dgood`), window.old = true, location.reload())"
+    )
+    tab.browser.wait(f"!window.old && {ready}")
+    assert tab.browser.run(notes) == []
+
+
+def test_infinite_figures_are_called_so(tab: Tab) -> None:
+    view(tab, "run=x-infinite")
+    left, top, width = tab.js(
+        "(() => { const b = d.querySelector('.map-canvas').getBoundingClientRect();"
+        " return [b.left + o.left, b.top + o.top, b.width]; })()"
+    )
+    for head, words in enumerate(("infinite", "0.3 H / log n", "-infinite", "not measured")):
+        tab.browser.mouse("mouseMoved", left + 44 + (head + 0.5) * (width - 50) / 4, top + 10)
+        assert tab.js("d.querySelector('.tip .figure').textContent") == words
+    assert tab.js("[...d.querySelectorAll('.keys li:not([hidden])')].map((key) => key.textContent)") == [
+        "not measured",
+        "\u221einfinite",
+    ]

@@ -614,3 +614,101 @@ def test_a_runs_warnings_do_not_wait_for_each_quantity(board, tmp_path, monkeypa
     assert len(found["record"]["layers"]) == 2
     assert found["problems"] == []
     assert 1 <= len(asked) <= 4  # the run's record, its warnings, the samples beside them, and all newest at once
+
+
+LIMITED = {"run": "run", "prefix": "attn", "tag": ENTROPY, "quantity": "entropy_normalized"}
+RISE = {"rule": "entropy_rise", "title": "entropy rising", "severity": "warn", "rises": True}
+OWN = tag_of("limits", quantity="entropy_normalized", rule="entropy_rise")
+
+
+def test_series_have_the_limits_that_each_head_has_of_its_own(tmp_path, board):
+    write_run(tmp_path / "run", own_limits=True)
+    one = board(tmp_path)
+    tags = {tag["tag"]: tag for tag in one.catalogue()["runs"][0]["tags"]}
+    assert {name: tags[OWN][name] for name in (*RISE, "kind", "quantity")} == RISE | {
+        "kind": "limits",
+        "quantity": "entropy_normalized",
+    }
+    found = one.json("series", heads="1.2,0.3,99.0", **LIMITED)
+    assert found["problems"] == []
+    assert [limit["rule"] for limit in found["limits"]] == ["entropy_collapse", "entropy_rise"]
+    rise = found["limits"][1]
+    assert rise["steps"] == list(STEPS)
+    judged, *others = (floats(data, -1) for data in rise["heads"])
+    (mark,) = [mark for mark in found["heads"][0]["marks"] if mark["rule"] == "entropy_rise"]
+    assert judged[STEPS.index(mark["step"])] == pytest.approx(mark["limit"], rel=0.02)
+    assert all(np.isnan(other).all() for other in others)  # not measured; no such head
+    other = LIMITED | {"tag": tag_of("heads", quantity="mine"), "quantity": "mine"}
+    assert one.json("series", heads="1.2", **other)["limits"] == []
+    assert one.get("frames", run="run", tag=OWN, steps="0").status_code == 422
+
+
+def test_runs_without_limits_of_their_own_have_none(tmp_path, board):
+    write_run(tmp_path / "run")
+    one = board(tmp_path)
+    one.catalogue()
+    found = one.json("series", heads="1.2", **LIMITED)
+    assert (found["limits"], found["problems"]) == ([], [])
+
+
+def test_limits_that_cannot_be_read_are_named_and_cost_themselves_only(tmp_path, board):
+    writer = SummaryWriter(tmp_path / "run")
+    write_run(tmp_path / "run", writer=writer)
+    nameless = metadata("limits", quantity="entropy_normalized", rule={"rule": "x", "title": 3})
+    write_tensor(writer, "nameless", nameless, [[1.0]])
+    write_tensor(writer, OWN, metadata("limits", quantity="entropy_normalized", rule=RISE), [[0.5]], 180)
+    write_tensor(writer, OWN, b"", [1.0, 2.0], 190)
+    writer.close()
+    one = board(tmp_path)
+    found = one.catalogue(lambda found: found["problems"])
+    assert found["problems"] == [{"run": "run", "tag": "nameless", "text": "title 3, where a name is expected"}]
+    series = one.json("series", heads="0.0,1.2", **LIMITED)
+    assert len(series["heads"]) == 2
+    assert [limit["steps"] for limit in series["limits"]] == [[180]]
+    assert [floats(data, -1).tolist() for data in series["limits"][0]["heads"]] == [
+        [0.5],
+        [pytest.approx(np.nan, nan_ok=True)],
+    ]
+    (problem,) = series["problems"]
+    assert problem["tag"] == OWN
+    assert problem["text"].startswith("1 of 2 samples is left out, not being numbers of layers x heads")
+
+
+def test_limits_beyond_the_step_that_a_run_went_back_to_are_void(tmp_path, board):
+    write_run(tmp_path / "run", own_limits=True)
+    write_run(tmp_path / "run", range(55, 100, 10), rules_on=False)
+    one = board(tmp_path)
+    one.catalogue(lambda found: found["runs"] and found["runs"][0]["tags"][0]["stamp"][0] in (95, 190))
+    for _ in range(100):
+        found = one.json("series", heads="1.2", **LIMITED)
+        if found["steps"][-1] == 95:
+            break
+    assert found["steps"][-1] == 95
+    assert {limit["steps"][-1] for limit in found["limits"]} == {50}
+
+
+def test_limits_are_read_once(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", own_limits=True)
+    one = Board(tmp_path, load_fast=False)
+    one.catalogue()
+    read = []
+    data = Store._data
+    monkeypatch.setattr(Store, "_data", lambda self, *args: read.append(args[3]) or data(self, *args))
+    for heads in ("1.2", "0.0"):
+        one.json("series", heads=heads, **LIMITED)
+    assert read.count([OWN]) == 1
+
+
+def test_a_run_without_samples_of_heads_is_named(tmp_path, board):
+    writer = SummaryWriter(tmp_path / "bare")
+    write_tensor(writer, tag_of("run"), metadata("run"), b"{}")
+    writer.close()
+    write_run(tmp_path / "run", [0])
+    found = board(tmp_path).catalogue(lambda found: len(found["runs"]) == 2)
+    assert found["problems"] == [
+        {
+            "run": "bare",
+            "tag": "",
+            "text": "no samples of attention heads that can be read are in this run, so it can't be chosen",
+        }
+    ]

@@ -94,7 +94,6 @@ export class Controls {
           const box = el("input", { type: "checkbox", checked, disabled: only || (full && !checked), value: run });
           box.addEventListener("change", () => {
             this.#set({ runs: this.#known.filter((name) => (name === run ? box.checked : this.#chosen.includes(name))) });
-            [...this.#runs.querySelectorAll("input")].find(({ value }) => value === run)?.focus(); // the list was made anew
           });
           return el("label", {}, box, el("span", {}, run));
         }),
@@ -167,11 +166,13 @@ export class Stepper {
   draw({ state, view }) {
     this.#view = view;
     const { steps, place, step } = view;
+    const focused = document.activeElement;
     this.#slider.max = String(Math.max(0, steps.length - 1));
     this.#slider.value = String(place);
     this.#slider.disabled = this.#play.disabled = steps.length < 2;
     this.#back.disabled = place === 0;
     this.#next.disabled = place >= steps.length - 1;
+    if (focused?.disabled && this.node.contains(focused)) this.#slider.focus(); // or it is lost
     this.#newest.setAttribute("aria-pressed", String(state.step === null));
     const time = view.runs.length === 1 && view.runs[0].wallTime ? new Date(view.runs[0].wallTime * 1000).toLocaleString() : "";
     const words = step === null ? "" : `step ${step} · sample ${place + 1} of ${steps.length}`;
@@ -214,6 +215,7 @@ export class ColourBar {
   #unit = el("span", { class: "unit" });
   #keys = {
     unmeasured: el("li", {}, el("i", { class: "key unmeasured" }), "not measured"),
+    infinite: el("li", {}, el("i", { class: "key infinite" }, "∞"), "infinite"),
     absent: el("li", {}, el("i", { class: "key absent" }), "no such head"),
     warned: el("li", {}, el("i", { class: "key warned" }), "warning at this step"),
     alarmed: el("li", {}, el("i", { class: "key alarmed" }), "under alarm"),

@@ -7,6 +7,7 @@
 const AHEAD = 24; // samples asked for in one go, after the one that is shown ...
 const BEHIND = 7; // ... and before it
 const MOST_FRAMES = 6000; // kept; 48 x 32 heads take 6 KB each
+const MOST_AGAIN = 5; // times in a row that the list is asked for anew because of a sample that is no longer kept
 
 /** A float32 array from base64. */
 function floats(text) {
@@ -14,11 +15,16 @@ function floats(text) {
   return new Float32Array(bytes.buffer); // little-endian, as every browser's machine is
 }
 
+function keyOf(route, question) {
+  return `${route}?${new URLSearchParams(question)}`;
+}
+
 /** What is known of a run's quantity at a step: `{value}`, `{error}`, or neither while it is being loaded. */
 export class Data {
   #answers = new Map();
   #frames = new Map();
   #asking = new Set(); // runs' tags whose frames are on their way
+  #again = new Map(); // ... and those whose list is asked for anew: `{stamp, count, waiting}`
   #base;
   #changed;
 
@@ -36,9 +42,15 @@ export class Data {
 
   /** Asks again what there is; what failed is tried again. */
   async reload() {
+    this.#again.clear();
     for (const answers of [this.#answers, this.#frames]) {
       for (const [key, answer] of answers) if (answer.error) answers.delete(key);
     }
+    await this.#list();
+    this.#changed();
+  }
+
+  async #list() {
     const asked = (this.asked = (this.asked ?? 0) + 1);
     try {
       const catalogue = await this.#fetch("catalogue", {});
@@ -46,7 +58,6 @@ export class Data {
     } catch (error) {
       if (asked === this.asked) this.error = error.message;
     }
-    this.#changed();
   }
 
   /** A run's tags of one prefix. */
@@ -72,7 +83,7 @@ export class Data {
     return this.#ask("summary", question, tag.stamp);
   }
 
-  /** Lines of heads: `{steps, heads: [{layer, head, values, marks}]}`. */
+  /** Lines of heads, with the limits that each has of its own: `{steps, heads: [{..., values, marks, limits}], problems}`. */
   series(run, tag, heads) {
     const question = {
       run,
@@ -81,15 +92,21 @@ export class Data {
       quantity: tag.quantity,
       heads: heads.map(({ layer, head }) => `${layer}.${head}`).join(","),
     };
-    const stamp = [tag.stamp, this.#stamp(run, tag.prefix, ["warnings"])];
+    const stamp = [tag.stamp, this.#stamp(run, tag.prefix, ["warnings", "limits"])];
     return this.#ask("series", question, stamp, (answer) => ({
       ...answer,
-      heads: answer.heads.map((head) => ({ ...head, values: floats(head.data), data: null })),
+      heads: answer.heads.map((head, place) => ({
+        ...head,
+        values: floats(head.data),
+        limits: answer.limits.map((limit) => ({ ...limit, values: floats(limit.heads[place]), heads: null })),
+        data: null,
+      })),
     }));
   }
 
   /**
-   * One sample: `{value: {rows, columns, values}}`, or `{missing: true}` where it is no longer kept.
+   * One sample: `{value: {rows, columns, values}}`, or `{missing: true}` where it is no longer kept: TensorBoard has read
+   * more since it told which there are. Then it is asked for the list anew, a few times at most.
    *
    * Its neighbours are asked for with it, so that the slider finds them here.
    */
@@ -103,7 +120,23 @@ export class Data {
     }
     const near = Math.min(steps.length - 1, index + AHEAD / 2); // ask ahead of time, while the slider moves on
     if (wanted.length && (!fresh(index) || !fresh(near)) && !this.#asking.has(place)) this.#askFrames(run, tag, wanted);
-    return this.#frames.get(place + steps[index]) ?? {};
+    const found = this.#frames.get(place + steps[index]) ?? {};
+    if (found.value) this.#again.delete(place);
+    return found.missing && this.#listAgain(run, tag, place, stamp) ? {} : found;
+  }
+
+  /** Whether the list of samples is on its way. */
+  #listAgain(run, tag, place, stamp) {
+    if (this.#answers.get(keyOf("summary", { run, tag: tag.tag }))?.asked) return true;
+    const last = this.#again.get(place) ?? { count: 0 };
+    if (last.waiting || last.stamp === stamp || last.count >= MOST_AGAIN) return Boolean(last.waiting);
+    const entry = { stamp, count: last.count + 1, waiting: true };
+    this.#again.set(place, entry);
+    this.#list().then(() => {
+      entry.waiting = false;
+      this.#changed();
+    });
+    return true;
   }
 
   async #askFrames(run, tag, steps) {
@@ -137,7 +170,7 @@ export class Data {
   }
 
   #ask(route, question, stamp, decode = (answer) => answer) {
-    const key = `${route}?${new URLSearchParams(question)}`;
+    const key = keyOf(route, question);
     const now = JSON.stringify(stamp);
     const entry = this.#answers.get(key) ?? {};
     this.#answers.set(key, entry);

@@ -22,11 +22,36 @@ function fill(node, properties, children) {
   return node;
 }
 
-/** Puts `children` in the place of what `node` holds, if `key` is not the one of the last time. */
+/**
+ * Puts `children` in the place of what `node` holds, if `key` is not the one of the last time.
+ *
+ * What had the focus in there hands it on to its successor.
+ */
 export function refill(node, key, children) {
   if (node.attnmonKey === key) return;
   node.attnmonKey = key;
+  const focused = document.activeElement;
+  const place = focused === node ? -1 : reachable(node).indexOf(focused);
+  const top = node.scrollTop;
   node.replaceChildren(...children());
+  node.scrollTop = top;
+  if (place >= 0) successor(reachable(node), nameOf(focused), place)?.focus({ preventScroll: true });
+}
+
+function reachable(node) {
+  return [...node.querySelectorAll("a[href], button, input, select, summary, [tabindex]")];
+}
+
+function nameOf(node) {
+  return node.getAttribute("aria-label") ?? (node.type === "checkbox" ? node.value : node.textContent);
+}
+
+/** The one with the same name; where that is gone or can't be chosen any longer, the nearest to its place. */
+function successor(nodes, name, place) {
+  const same = nodes.find((node) => nameOf(node) === name && !node.disabled);
+  if (same) return same;
+  const distance = (node) => Math.abs(nodes.indexOf(node) - place);
+  return nodes.filter((node) => !node.disabled).sort((a, b) => distance(a) - distance(b))[0];
 }
 
 /**

@@ -46,6 +46,10 @@ export class HeatMap {
     });
   }
 
+  focus() {
+    this.#canvas.focus({ preventScroll: true });
+  }
+
   /** @param {object} model - `{run, view, range, unit, several, heads, colours, width, dark}`. */
   draw(model) {
     const { run } = model;
@@ -119,7 +123,7 @@ export class HeatMap {
           context.fillStyle = colour(view, value, range);
           context.fillRect(x, y, wide - gap, tall - gap);
         } else if (exists(run, layer, column)) {
-          this.#unmeasured(context, x, y, wide - gap, tall - gap, ink);
+          this.#unmeasured(context, x, y, wide - gap, tall - gap, ink, !Number.isNaN(value));
         } else {
           this.#absent(context, x, y, wide - gap, tall - gap, ink);
         }
@@ -156,9 +160,17 @@ export class HeatMap {
     }
   }
 
-  #unmeasured(context, x, y, width, height, ink) {
+  #unmeasured(context, x, y, width, height, ink, infinite) {
     context.fillStyle = ink("--unmeasured");
     context.fillRect(x, y, width, height);
+    if (infinite) {
+      context.fillStyle = "#1f2328";
+      context.font = `bold ${Math.min(18, width, height)}px system-ui, sans-serif`;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.fillText("∞", x + width / 2, y + height / 2);
+      return;
+    }
     context.fillStyle = ink("--panel");
     const dot = Math.max(1, Math.min(width, height) / 8);
     context.beginPath();
@@ -274,7 +286,7 @@ export class HeatMap {
     if (layer.path) words.push(el("span", { class: "path" }, layer.path));
     if (!run.frame) return words;
     if (!exists(run, layer, column)) return [...words, el("span", {}, "no such head in this layer")];
-    words.push(el("span", { class: "figure" }, Number.isFinite(value) ? withUnit(number(value, fine), unit) : "not measured"));
+    words.push(el("span", { class: "figure" }, withUnit(number(value, fine), Number.isFinite(value) && unit)));
     if (view === "change") {
       const base = cell(run.baseFrame, layer.number, column);
       const change = value - base;

@@ -65,9 +65,15 @@ function inHash(hash) {
   return "";
 }
 
-/** The view that the address asks for: the tab's own, TensorBoard's, or the one before the page was loaded again. */
+/**
+ * The view to begin with, `{text, linked}`: the address asks for it, the tab's own or TensorBoard's; or it is the one
+ * before the page was loaded again, perhaps of another log directory.
+ */
 export function askedView() {
-  return inHash(window.location.hash) || inHash(around()?.location.hash ?? "") || remembered();
+  const own = inHash(window.location.hash);
+  if (own) return { text: own, linked: own !== window.history.state?.attnmon };
+  const outer = inHash(around()?.location.hash ?? "");
+  return { text: outer || remembered(), linked: Boolean(outer) };
 }
 
 /** Calls `changed(text)` when a link is opened in the TensorBoard that is open already. */
@@ -97,7 +103,7 @@ export function remember(view) {
   waiting ??= setTimeout(() => {
     waiting = null;
     const { pathname, search } = window.location; // spelled out: the page has another base
-    window.history.replaceState(null, "", `${pathname}${search}#${KEY}=${encodeURIComponent(kept)}`);
+    window.history.replaceState({ attnmon: kept }, "", `${pathname}${search}#${KEY}=${encodeURIComponent(kept)}`);
     try {
       window.sessionStorage.setItem("attnmon.view", kept);
     } catch {

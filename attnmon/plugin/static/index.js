@@ -1,14 +1,14 @@
 // The Attention tab. TensorBoard imports this module into a frame of its own and calls render().
 
-import { Chart, lineName } from "./chart.js";
+import { Chart, lineName, reachable } from "./chart.js";
 import { DASHES, headColour } from "./colours.js";
 import { ColourBar, Controls, Stepper } from "./controls.js";
 import { Data } from "./data.js";
 import { counted, el, refill, svg, tip } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 import { askedView, followAddress, followReloads, followTheme, link, remember } from "./host.js";
-import { MOST_HEADS, decode, encode, fitted, sameHead, unmet } from "./state.js";
-import { derive, grouped, measured, someHas } from "./view.js";
+import { MOST_HEADS, decode, encode, fitted, initial, runsOf, sameHead, unmet } from "./state.js";
+import { derive, grouped, measured, movedFrom, placeSince, someHas } from "./view.js";
 import { Warnings } from "./warnings.js";
 
 const LIGHTNING = `import lightning.pytorch as pl
@@ -51,14 +51,29 @@ export async function render() {
   new Tab(document.body).start();
 }
 
+function sameLine(one, other) {
+  return Boolean(other) && sameHead(one, other) && one.run === other.run;
+}
+
+/** What the limits in the chart are, and where those of the other lines are to be had. */
+function limitsWords(own, lines, { limits: [low, high], title }, several) {
+  const beyond = own.limits.filter((limit) => measured(limit.values) && !measured(reachable(limit, [low, high]))).map((limit) => limit.title);
+  const words = [`Thin dashed: the limits that layer ${own.layer}, head ${own.head}${several ? ` in ${own.run}` : ""} has of its own, learned from its figures; faint where they are only worth watching.`];
+  if (lines.length > 1) words.push("Point at another name above to see those of its line.");
+  if (beyond.length) words.push(`Not drawn: ${beyond.join(", ")}, whose limit ${title} can't reach here.`);
+  return words.join(" ");
+}
+
 class Tab {
   #asked = askedView(); // null once its view is shown
-  #state = decode(this.#asked);
+  #state = decode(this.#asked.text);
   #unmet = []; // of the link, until something is chosen
+  #moved = ""; // where the sample of a warning is not kept: what is shown in its place, likewise
   #dark = false;
   #waiting = false;
   #maps = [];
   #view = null;
+  #pointed = null; // the line whose name in the legend is pointed at, `{layer, head, run}`
 
   constructor(body) {
     this.data = new Data(new URL("../", import.meta.url), () => this.#redraw());
@@ -69,9 +84,11 @@ class Tab {
     this.linkNotes = el("div", { class: "notes", role: "status" });
     this.live = el("div", { class: "for-readers", "aria-live": "polite" });
     this.controls = new Controls({ set, reload: this.reloadButton, copyLink: this.linkButton });
+    this.stepNote = el("p", { class: "step-note", role: "status" });
     this.stepper = new Stepper({ set });
+    this.stepper.node.append(this.stepNote);
     this.bar = new ColourBar();
-    this.chart = new Chart({ onStep: (step) => set({ step }), onMove: (by) => this.stepper.move(by) });
+    this.chart = new Chart({ onStep: (step, run) => this.#goTo(run, step), onMove: (by) => this.stepper.move(by) });
     this.warnings = new Warnings({ onFilter: set, onShow: (warning) => this.#show(warning) });
     this.title = el("h2", { id: "map-title" });
     this.meaning = el("dl", { class: "meaning" });
@@ -79,7 +96,8 @@ class Tab {
     this.runNotes = el("div", { class: "run-notes" });
     this.legend = el("ul", { class: "legend", "aria-label": "Heads in the chart" });
     this.legendHint = el("p", { class: "hint", hidden: true });
-    this.clear = el("button", { type: "button", class: "plain", on: { click: () => set({ heads: [] }) } }, "Clear");
+    this.limitsHint = el("p", { class: "hint", hidden: true });
+    this.clear = el("button", { type: "button", class: "plain", on: { click: () => this.#keepOnly([]) } }, "Clear");
     this.chartBox = el("div", { class: "chart-box" });
     this.noLines = el("p", { class: "hint chart-hint no-lines", hidden: true });
     this.chartHint = el("p", { class: "hint chart-hint" }, "Choose a head in the map to see its line over the steps, with the limits it is judged by. Shift and a click, or Shift and Enter, adds another.");
@@ -110,6 +128,7 @@ class Tab {
             this.chartHint,
             this.noLines,
             this.chartBox,
+            this.limitsHint,
           ),
           this.warnings.node,
         ),
@@ -128,7 +147,8 @@ class Tab {
     });
     followAddress((text) => {
       if (text === encode(this.#state)) return;
-      this.#asked = text;
+      this.#asked = { text, linked: true };
+      this.#moved = "";
       this.#state = decode(text);
       this.#redraw();
     });
@@ -139,6 +159,7 @@ class Tab {
   #set(change) {
     this.#state = { ...this.#state, ...change };
     this.#unmet = [];
+    this.#moved = "";
     this.#redraw();
   }
 
@@ -156,14 +177,15 @@ class Tab {
     this.failure.textContent = this.data.error ?? "";
     const { catalogue } = this.data;
     if (!catalogue) return;
-    const some = catalogue.runs.some(({ tags }) => tags.some(({ kind }) => kind === "heads"));
-    this.empty.hidden = some;
-    this.main.hidden = !some;
-    if (!some) {
-      this.#drawProblems(grouped(catalogue.problems), this.empty);
+    const known = runsOf(catalogue);
+    this.empty.hidden = known.length > 0;
+    this.main.hidden = !known.length;
+    if (!known.length) {
+      this.#drawEmpty(catalogue.problems);
       return;
     }
-    if (this.#asked !== null) this.#unmet = unmet(this.#asked, catalogue);
+    if (this.#asked?.linked) this.#unmet = unmet(this.#asked.text, catalogue);
+    else if (this.#asked && !this.#state.runs.some((run) => known.includes(run))) this.#state = initial(); // of another directory
     this.#asked = null;
     let state = (this.#state = fitted(this.#state, catalogue));
     let view = derive(state, this.data);
@@ -174,6 +196,8 @@ class Tab {
     }
     this.#view = view;
     refill(this.linkNotes, JSON.stringify(this.#unmet), () => this.#unmet.map((text) => el("p", {}, text)));
+    const moved = view.moved || this.#moved;
+    if (this.stepNote.textContent !== moved) this.stepNote.textContent = moved;
     remember(encode(state));
     const several = state.runs.length > 1;
     this.controls.draw({ state, view, catalogue });
@@ -260,11 +284,15 @@ class Tab {
     this.noLines.hidden = some || lines.length === 0;
     const none = view.runs.every((run) => run.none || !run.tag);
     this.noLines.textContent = none ? view.none : `No figures of ${state.heads.length === 1 ? "this head" : "these heads"} at any step.`;
-    this.#drawLegend(view, several);
+    const own = some ? this.#lineWithLimits(lines) : null;
+    this.#drawLegend(view, several, lines.length > 1 ? own : null);
+    this.limitsHint.hidden = !own;
+    if (own) this.limitsHint.textContent = limitsWords(own, lines, view.about, several);
     if (!some) return;
     const bases = view.runs.map((run) => run.base).filter((base) => base !== undefined);
     this.chart.draw({
       lines,
+      own,
       levels: view.levels,
       step: view.step,
       base: state.view === "change" && bases.length ? bases[0] : null,
@@ -276,14 +304,25 @@ class Tab {
     });
   }
 
-  #drawLegend(view, several) {
+  /** The line whose own limits are drawn: the one pointed at in the legend, else the head chosen last. */
+  #lineWithLimits(lines) {
+    const pointed = lines.find((line) => sameLine(line, this.#pointed));
+    const having = lines.filter(({ limits }) => limits.some(({ values }) => measured(values)));
+    if (pointed) return having.includes(pointed) ? pointed : null;
+    const last = Math.max(...having.map(({ colour }) => colour));
+    return having.find(({ colour }) => colour === last) ?? null;
+  }
+
+  #drawLegend(view, several, own) {
     const paths = new Map(view.runs.flatMap((run) => run.layers.map((layer) => [`${run.name} ${layer.number}`, layer.path])));
     const items = view.legend.map((entry, at) => ({
       ...entry,
       path: paths.get(`${entry.run} ${entry.layer}`) ?? "",
       first: entry.colour !== view.legend[at - 1]?.colour,
     }));
+    if (!items.some((item) => sameLine(item, this.#pointed))) this.#pointed = null;
     refill(this.legend, JSON.stringify([items, several, this.#dark]), () => items.map((item) => this.#legendItem(item, several)));
+    [...this.legend.children].forEach((node, at) => node.classList.toggle("own", Boolean(own) && sameLine(items[at], own)));
     const more = this.legend.scrollHeight > this.legend.clientHeight + 1;
     this.legendHint.hidden = !more;
     this.legendHint.textContent = `${items.length} lines: scroll their names to see all.`;
@@ -298,9 +337,20 @@ class Tab {
       { width: 26, height: 10, "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: headColour(colour, this.#dark), "stroke-width": 2.5, "stroke-dasharray": DASHES[dash] }),
     );
-    const leave = () => this.#set({ heads: this.#state.heads.filter((known) => !sameHead(known, { layer, head })) });
+    const leave = () => this.#keepOnly(this.#state.heads.filter((known) => !sameHead(known, { layer, head })));
     const button = el("button", { type: "button", class: "plain", "aria-label": `Remove layer ${layer}, head ${head}`, on: { click: leave } }, "×");
-    return el("li", { title: path || null }, sample, el("span", {}, name), first && button);
+    const point = (line) => () => {
+      this.#pointed = line;
+      this.#redraw();
+    };
+    const line = { layer, head, run };
+    const on = { pointerenter: point(line), focusin: point(line), pointerleave: point(null), focusout: point(null) };
+    return el("li", { title: path || null, on }, sample, el("span", {}, name), first && button);
+  }
+
+  #keepOnly(heads) {
+    this.#set({ heads });
+    if (!heads.length) this.#maps[0]?.focus(); // what was pressed goes, and the focus with it
   }
 
   #pick(head, add) {
@@ -311,17 +361,38 @@ class Tab {
     else this.#set({ heads: [head] });
   }
 
+  /** Shows a step of a run; where its sample is not kept, the one in which a warning of that step is seen. */
+  #goTo(name, asked, change = {}) {
+    const run = this.#view.runs.find((known) => known.name === name);
+    const step = run?.steps[placeSince(run.steps, asked)] ?? asked;
+    this.#set({ ...change, step });
+    if (step !== asked) this.#moved = movedFrom(asked, step, [run]);
+  }
+
   #show(warning) {
     const heads = Object.entries(warning.heads).flatMap(([layer, names]) => names.map((head) => ({ layer: Number(layer), head })));
     const known = new Set(this.#view.quantities.map(({ quantity }) => quantity));
     const quantity = warning.evidence.find((name) => known.has(name)) ?? this.#state.quantity;
-    this.#set({ step: warning.step, heads: heads.slice(0, MOST_HEADS), quantity });
+    this.#goTo(warning.run, warning.step, { heads: heads.slice(0, MOST_HEADS), quantity });
     this.live.textContent = `Step ${warning.step}, ${warning.title}`;
+  }
+
+  /** Without anything to show: how to write some, or why what there is can't be shown. */
+  #drawEmpty(problems) {
+    const texts = [...new Set(problems.map(({ text }) => text))];
+    this.emptyTitle.textContent = texts.length ? "Attention data that can't be read" : "No attention data yet";
+    this.emptyWhy.hidden = !texts.length;
+    this.emptyWhy.textContent = `There is data of attnmon in this log directory, but none that can be shown: ${texts[0]}${texts.length > 1 ? "; and more, see below" : ""}.`;
+    this.emptyHow.hidden = texts.length > 0;
+    this.#drawProblems(grouped(problems), this.empty);
   }
 
   #drawProblems(texts, before) {
     this.problems.hidden = texts.length === 0;
-    if (this.problems.parentNode !== before) before === this.empty ? before.append(this.problems) : before.insertBefore(this.problems, before.querySelector(".columns"));
+    if (this.problems.parentNode !== before) {
+      before.insertBefore(this.problems, before === this.empty ? this.emptyHow : before.querySelector(".columns"));
+      this.problems.open = before === this.empty; // there it is all there is to say
+    }
     refill(this.problems, JSON.stringify(texts), () => [
       el("summary", {}, `Problems with the data (${texts.length})`),
       el("ul", {}, ...texts.map((text) => el("li", {}, text))),
@@ -342,10 +413,11 @@ class Tab {
   }
 
   #emptyPage() {
-    return el(
+    this.emptyTitle = el("h2");
+    this.emptyWhy = el("p");
+    this.emptyHow = el(
       "div",
-      { class: "empty", hidden: true },
-      el("h2", {}, "No attention data yet"),
+      {},
       el("p", {}, "This tab shows what attnmon measures of attention heads while a model trains: layers by heads at any step, each head's history, and every warning. Nothing of it is in this log directory."),
       el("h3", {}, "With Lightning"),
       el("pre", {}, el("code", {}, LIGHTNING)),
@@ -354,7 +426,8 @@ class Tab {
       el("h3", {}, "In a plain PyTorch loop"),
       el("pre", {}, el("code", {}, PLAIN)),
       el("p", {}, "Once a sample is written, it appears here after TensorBoard's next reload."),
-      el("button", { type: "button", on: { click: () => this.data.reload() } }, "Look again"),
     );
+    const again = el("button", { type: "button", on: { click: () => this.data.reload() } }, "Look again");
+    return el("div", { class: "empty", hidden: true }, this.emptyTitle, this.emptyWhy, this.emptyHow, el("p", {}, again));
   }
 }

@@ -55,11 +55,16 @@ export function decode(text) {
   return state;
 }
 
+/** The runs that can be shown. */
+export function runsOf(catalogue) {
+  return catalogue.runs.filter(({ tags }) => tags.some(({ kind }) => kind === "heads")).map(({ run }) => run);
+}
+
 /** What of a link can't be shown, in words. */
 export function unmet(text, catalogue) {
   const fields = new URLSearchParams(text);
   const asked = [...new Set(fields.getAll("run"))];
-  const known = catalogue.runs.filter(({ tags }) => tags.some(({ kind }) => kind === "heads")).map(({ run }) => run);
+  const known = runsOf(catalogue);
   const there = asked.filter((run) => known.includes(run));
   const lines = asked.filter((run) => !known.includes(run)).map((run) => `The link names the run ${run}, which is not here.`);
   if (there.length > MOST_RUNS) lines.push(`The link names ${there.length} runs, of which the first ${MOST_RUNS} are shown.`);

@@ -7,6 +7,12 @@ export function placeOf(steps, step) {
   return place;
 }
 
+/** The place of the first step that is not before `step`, the last where all are: an alarm of `step` is seen there. */
+export function placeSince(steps, step) {
+  const place = steps.findIndex((known) => known >= step);
+  return place < 0 ? steps.length - 1 : place;
+}
+
 function union(lists) {
   return [...new Set(lists.flat())].sort((a, b) => a - b);
 }
@@ -29,7 +35,7 @@ function layersOf(record, frame) {
 
 /** Whether a layer has a head of this number. */
 export function exists(run, layer, head) {
-  return layer.heads === null ? !run.record || Number.isFinite(cell(run.frame, layer.number, head)) : head < layer.heads;
+  return layer.heads === null ? !run.record || !Number.isNaN(cell(run.frame, layer.number, head)) : head < layer.heads;
 }
 
 /** The alarms that a run's heads are under at the step that is shown. */
@@ -72,7 +78,8 @@ function kindsOf(runs, view) {
     for (const layer of run.frame ? run.layers : []) {
       for (let head = 0; head < columns; head++) {
         if (!exists(run, layer, head)) kinds.add("absent");
-        else if (!Number.isFinite(shown(run, view, layer.number, head))) kinds.add("unmeasured");
+        else if (Number.isNaN(shown(run, view, layer.number, head))) kinds.add("unmeasured");
+        else if (!Number.isFinite(shown(run, view, layer.number, head))) kinds.add("infinite");
       }
     }
   }
@@ -134,8 +141,9 @@ export function derive(state, data) {
   });
 
   const steps = union(runs.map((run) => run.steps));
-  const place = steps.length ? (state.step === null ? steps.length - 1 : placeOf(steps, state.step)) : 0;
+  const place = steps.length ? (state.step === null ? steps.length - 1 : placeSince(steps, state.step)) : 0;
   const step = steps[place] ?? null;
+  const listed = runs.every((run) => run.summary || run.error);
   for (const run of runs) {
     if (!run.steps.length || step < run.steps[0]) continue; // not begun at this step
     run.index = placeOf(run.steps, step);
@@ -156,13 +164,14 @@ export function derive(state, data) {
     }
   }
   for (const run of runs) run.layers = layersOf(run.record, run.frame);
-  const legend = entries(state, data, runs);
+  const legend = entries(state, data, runs, problems);
   const about = runs.find((run) => run.tag)?.tag ?? { title: state.quantity, unit: "", limits: [null, null] };
   return {
     runs,
     steps,
     place,
     step,
+    moved: listed && steps.length && state.step !== null && step !== state.step ? movedFrom(state.step, step, runs) : "",
     about,
     problems: grouped([...problems, ...data.catalogue.problems]),
     range: range(state, runs, about.limits),
@@ -177,6 +186,12 @@ export function derive(state, data) {
     warnings: runs.flatMap((run) => run.warnings.map((warning) => ({ ...warning, run: run.name, state: stateOf(warning, run) }))),
     known: runs.map(({ name, known }) => ({ name, known })),
   };
+}
+
+/** Why another step is shown than was asked for. */
+export function movedFrom(asked, step, runs) {
+  const dropped = runs.some((run) => typeof run.summary?.kept === "number");
+  return `${dropped ? `The sample of step ${asked} is not kept` : `There is no sample of step ${asked}`}: this is step ${step}.`;
 }
 
 function noFigures(quantity) {
@@ -265,8 +280,9 @@ function quantitiesOf(state, data) {
 }
 
 /** By head and run: what the legend names, and the line where it has come. A run that lacks a head has none of it. */
-function entries(state, data, runs) {
+function entries(state, data, runs, problems) {
   const found = runs.map((run) => (run.tag && state.heads.length ? data.series(run.name, run.tag, state.heads).value : null));
+  found.forEach((series, place) => problems.push(...(series?.problems ?? []).map((problem) => ({ run: runs[place].name, ...problem }))));
   return state.heads.flatMap(({ layer, head }, colour) =>
     runs.flatMap((run, place) => {
       if (!has(run, { layer, head })) return [];
