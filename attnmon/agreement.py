@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from attnmon.metrics import score_max
+from attnmon.masks import distinct
 from attnmon.rows import RowBatch, Rows, take_rows
 
 __all__ = ["contradicts", "disagrees", "full_precision", "own_rows", "value_size"]
@@ -68,14 +68,21 @@ def disagrees(output: Tensor, batch: RowBatch, weights: Tensor) -> Tensor:
     Args:
         output: As for `own_rows`.
         batch: The rows.
-        weights: Their weights.
+        weights: Their weights. Those of a row that sees nothing don't matter.
 
     Returns:
         A bool scalar.
     """
-    largest = batch.per_head(score_max(batch.logits, mask=batch.mask))
+    largest = batch.per_head(_largest(batch))
     recomputed = batch.per_head(weights @ batch.values)
     return contradicts(own_rows(output, batch), batch, recomputed, largest, value_size(batch.values)).any()
+
+
+def _largest(batch: RowBatch) -> Tensor:
+    """The largest absolute score of each row that is visible, as `contradicts` takes it, with few operations."""
+    shown = distinct(batch.mask)
+    sizes = batch.logits.masked_fill(~shown, 0.0)
+    return torch.maximum(sizes.amax(-1), -sizes.amin(-1)).masked_fill_(~shown.any(-1), torch.nan)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class RowSampler:
         self.generator = torch.Generator("cpu").manual_seed(random.Random(str(key)).getrandbits(63))
         self._selected: dict[int, Tensor | None] = {}
         self._uniforms: dict[tuple[int, int], Tensor] = {}
+        self._drawn: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def select(self, batch: int) -> Tensor | None:
         """Indices of the sequences to look at, sorted, as a CPU LongTensor; None for all of them.
@@ -79,6 +80,15 @@ class RowSampler:
             ``(batch, rows)`` int64 positions, and ``(batch, rows)`` float32 weights: the number of valid positions
             that each row stands for, 0 where a sequence has fewer rows than asked for (its position is then 0).
         """
+        if valid is not None:
+            return self._draw(batch, q_len, valid, device)
+        key = batch, q_len, device  # the same for every layer
+        if key not in self._drawn:
+            with torch.inference_mode(False):
+                self._drawn[key] = self._draw(batch, q_len, None, device)
+        return self._drawn[key]
+
+    def _draw(self, batch: int, q_len: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         count = q_len if self.rows == "all" else min(int(self.rows), q_len)
         rank = torch.arange(count, device=device)
         if valid is None:

@@ -27,7 +27,8 @@ class LayerSums:
     """
 
     def __init__(self, num_columns: int, num_heads: int, device: torch.device) -> None:
-        self.data = torch.zeros(num_columns + 1, num_heads, _STATS, dtype=_wide(device), device=device)
+        with torch.inference_mode(False):  # what is made in it can't be added to outside
+            self.data = torch.zeros(num_columns + 1, num_heads, _STATS, dtype=_wide(device), device=device)
 
     def add_rows(self, values: Tensor, weight: Tensor) -> None:
         """Adds rows; arguments as for `row_sums`."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnmon import fused
 from attnmon.agreement import contradicts, disagrees, full_precision, own_rows, value_size
 from attnmon.capture import Attachment, attach
-from attnmon.masks import masked_softmax
+from attnmon.masks import hide
 from attnmon.pool import RowPool, Together, pieces
 from attnmon.quantities import Column, Measurer
 from attnmon.rows import RowBlock, RowSampler, formed, row_batches, row_blocks
@@ -23,6 +23,7 @@ from attnmon.types import AttentionCall
 __all__ = ["Window", "WindowOptions"]
 
 _CHECKED_ROWS = 4  # per sequence, where all are measured without being formed
+_UNSUMMED = 2_000_000  # figures of such rows that wait to be summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Window:
         self._pool = RowPool(self._measure_together, self._measurer.scratch)
         self._checked = RowSampler(_CHECKED_ROWS, sampler.sequences, "agreement")
         self._wanted = wanted
+        self._unsummed: list[tuple[LayerSums, Tensor, Tensor]] = []
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
         context = {"labels"} if options.tokens == "labelled" else set()
         if options.vectors != "value":
@@ -121,6 +123,7 @@ class Window:
         """Measures the rows that wait for others. To be called once all has been read, before `sums` is used."""
         with torch.no_grad(), full_precision(torch.device("cpu")):
             self._pool.flush()
+            self._sum()
 
     def _on_skip(self, layer: str, reason: str) -> None:
         if self._wanted(layer):
@@ -222,12 +225,28 @@ class Window:
             return False
         batch, _, q_len, _ = call.query.shape
         weight = torch.ones(batch, q_len, device=call.query.device) if call.valid is None else call.valid.float()
-        sums.add_rows(torch.stack([found[base] for base in bases]), weight)
+        self._sum_later(sums, torch.stack([found[base] for base in bases]), weight)
         if call.output is not None:  # some rows are enough to tell whether the arguments explain it
             for rows in row_batches(call, self._checked):
-                sums.add_mismatch(disagrees(call.output, rows, masked_softmax(rows.logits, rows.mask)))
+                sums.add_mismatch(disagrees(call.output, rows, hide(rows.logits, rows.mask).softmax(-1)))
         sums.add_call(_padding(call), call.temperature)
         return True
+
+    def _sum_later(self, sums: LayerSums, values: Tensor, weight: Tensor) -> None:
+        """Adds figures of rows, together with those of the layers to come: the sums of one take as many operations."""
+        if self._unsummed and _kind(self._unsummed[0][1]) != _kind(values):
+            self._sum()
+        self._unsummed.append((sums, values, weight))
+        if len(self._unsummed) * values.numel() > _UNSUMMED:
+            self._sum()
+
+    def _sum(self) -> None:
+        waiting, self._unsummed = self._unsummed, []
+        if waiting:
+            layers, values, weights = zip(*waiting, strict=True)
+            found = row_sums(torch.cat(values, 1), torch.cat(weights)).unflatten(1, (len(layers), -1)).sum(2)
+            for sums, its in zip(layers, found.unbind(1), strict=True):
+                sums.add(its)
 
     def _vectors(self, call: AttentionCall) -> Tensor | None:
         """What the keys carry, where that is not the head's own values: (batch, 1, n, d), shared by all heads."""
@@ -242,6 +261,10 @@ class Window:
         if self.options.normalize_vectors:
             vectors = nn.functional.normalize(vectors, dim=-1)
         return vectors[:, None]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _padding(call: AttentionCall) -> Tensor:

@@ -232,3 +232,43 @@ class TestAfterTheCall:
             found = monitor.step()
         assert found.values == expected.values
         assert found.rows_used == expected.rows_used
+
+
+EVERY_ROW = {"rows": "all", "quantities": ["entropy", "first_key_weight"], "alerts": False}
+
+
+class TestEveryRowWithoutItsWeights:
+    def calls(self):
+        padded = torch.ones(3, LENGTH, dtype=torch.bool)
+        padded[1, 60:] = False
+        return [
+            make_call(0, batch=3),
+            make_call(1, batch=3, valid=padded),
+            make_call(2),
+            dataclasses.replace(make_call(3), layer="layers.2"),
+            make_call(4, query=make_call(4).query.double(), key=make_call(4).key.double(), checked=False),
+            make_call(5),
+        ]
+
+    @pytest.mark.parametrize("budget", [0, 1000, 10**9])
+    def test_sums_of_several_layers_are_those_of_each(self, budget):
+        found = {}
+        for limit in (0, budget):
+            with mock.patch("attnmon.window._UNSUMMED", limit):
+                found[limit], measured = read(self.calls(), **EVERY_ROW)
+            measured.assert_not_called()
+        expected = found[0]
+        for layer, sums in found[budget].items():
+            torch.testing.assert_close(sums, expected[layer], rtol=1e-12, atol=0)
+        assert expected["layers.1"][0, :, 0].tolist() == [3 * LENGTH - 36] * HEADS
+        assert expected["layers.2"][0, :, 0].tolist() == [2 * LENGTH] * HEADS
+
+    def test_inference_mode_before_and_after(self):
+        window = window_of(**EVERY_ROW)
+        for index, call in enumerate(self.calls()):
+            with torch.inference_mode(index % 2 == 0), torch.no_grad():
+                window._on_call(call)
+        window.finish()
+        expected, _ = read(self.calls(), **EVERY_ROW)
+        for layer, sums in window.sums.items():
+            torch.testing.assert_close(sums.data, expected[layer], rtol=1e-12, atol=0)
