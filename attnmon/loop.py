@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -217,7 +218,9 @@ class Watch:
         def before(*_: object) -> None:
             window.paused = bool(window.sums) or not torch.is_grad_enabled()
 
-        def after(*_: object) -> None:
+        def after(module: nn.Module, arguments: object, output: object) -> None:
+            if output is None and sys.exc_info()[1] is not None:  # it failed: the loop may try again
+                window.forget()
             if window.sums and not window.rerunning:
                 self._monitor.detach()  # the rest of the step runs as it always does
             else:

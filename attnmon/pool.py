@@ -145,12 +145,16 @@ class RowPool:
             self.flush()
         return True
 
+    def forget(self) -> None:
+        """Drops what waits."""
+        self._shelves.clear()
+
     def flush(self) -> None:
         """Measures what waits."""
         for shelves in list(self._shelves.values()):
             for shelf in list(shelves):
                 self._empty(shelf)
-        self._shelves.clear()
+        self.forget()
 
     @property
     def _held(self) -> int:

@@ -119,6 +119,11 @@ class Window:
             self._attachment.detach()
             self._attachment = None
 
+    def forget(self) -> None:
+        """Drops what has been read so far."""
+        self.sums, self.not_measured, self._trained, self._unsummed = {}, {}, set(), []
+        self._pool.forget()
+
     def finish(self) -> None:
         """Measures the rows that wait for others. To be called once all has been read, before `sums` is used."""
         with torch.no_grad(), full_precision(torch.device("cpu")):

@@ -82,6 +82,57 @@ class TestTrouble:
             monitor.step()
         assert torch.overrides._len_torch_function_stack() == 0
 
+    @pytest.mark.parametrize("inside", [False, True], ids=["after", "in_the_handler"])
+    def test_a_pass_that_failed_is_not_the_sample_of_its_step(self, inside):
+        model, (batch,) = tiny_gpt2(), token_batches(1)
+        with watch(model, 1, rows=96, strict=True, alerts=False) as monitor:
+            model(**batch).loss.backward()
+            expected = monitor.step()
+        other = {name: tokens[:1, :30].flip(1) for name, tokens in batch.items()}
+
+        def boom(*_):
+            raise RuntimeError("out of memory")
+
+        with watch(model, 1, rows=96, strict=True, alerts=False) as monitor:
+            handle = model.transformer.h[1].mlp.register_forward_hook(boom)
+            try:
+                model(**other)
+            except RuntimeError:
+                handle.remove()
+                if inside:
+                    model(**batch).loss.backward()
+            if not inside:
+                model(**batch).loss.backward()
+            found = monitor.step()
+        assert found.layers == expected.layers
+        assert found.rows_used == expected.rows_used
+        assert found.values == expected.values
+
+    def test_a_step_of_nothing_but_a_failed_pass_has_no_sample(self):
+        model, (batch,) = tiny_gpt2(), token_batches(1)
+        handle = model.transformer.h[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with watch(model, 2, alerts=False) as monitor:
+            with pytest.raises(ZeroDivisionError):
+                model(**batch)
+            handle.remove()
+            with pytest.warns(UserWarning, match="measured nothing in a sampled step"):
+                assert monitor.step() is None
+
+    def test_a_model_that_returns_nothing_is_read(self):
+        class Silent(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = tiny_gpt2()
+
+            def forward(self, **batch):
+                self.loss = self.model(**batch).loss
+
+        model, (batch,) = Silent(), token_batches(1)
+        with watch(model, 1, strict=True) as monitor:
+            model(**batch)
+            model.loss.backward()
+            assert monitor.step().rows_used["entropy"][0] == [192, 192]
+
     def test_a_warning_made_an_error_reaches_the_user(self):
         """That is how one stops a run at a saturation."""
         model, (batch,) = tiny_gpt2(initializer_range=0.5), token_batches(1)
