@@ -55,6 +55,7 @@ class _Shelf:
 
     Attributes:
         slot: Which part of the scratch memory is taken.
+        kind: What calls have to have in common.
         seen: Which keys the rows of each block see.
         scores: Room for those of all calls, ``(calls, num_kv_heads, group * rows, n)`` for each block.
         values: ``(calls, num_kv_heads, kv_len, v_head_dim)``.
@@ -64,6 +65,7 @@ class _Shelf:
     """
 
     slot: int
+    kind: tuple[object, ...]
     seen: list[Tensor]
     scores: list[Tensor]
     values: Tensor
@@ -111,7 +113,7 @@ class RowPool:
 
     def __init__(self, measure: Callable[[Together], None], scratch: Scratch) -> None:
         self._measure, self._scratch = measure, scratch
-        self._shelves: dict[tuple[object, ...], list[_Shelf]] = {}
+        self._shelves: list[_Shelf] = []
 
     def put(self, call: AttentionCall, blocks: Sequence[RowBlock], sums: LayerSums) -> bool:
         """Takes the rows of one sequence of a call in.
@@ -151,42 +153,37 @@ class RowPool:
 
     def flush(self) -> None:
         """Measures what waits."""
-        for shelves in list(self._shelves.values()):
-            for shelf in list(shelves):
-                self._empty(shelf)
-        self.forget()
+        for shelf in list(self._shelves):
+            self._empty(shelf)
 
     @property
     def _held(self) -> int:
-        return sum(shelf.held * len(shelf.sums) for shelves in self._shelves.values() for shelf in shelves)
+        return sum(shelf.held * len(shelf.sums) for shelf in self._shelves)
 
     def _shelf(self, call: AttentionCall, blocks: Sequence[RowBlock]) -> _Shelf:
         values = blocks[0].values
         shape = (call.num_heads, call.temperature, values.shape, *(block.shape for block in blocks))
         output = None if call.output is None else (call.output.dtype, call.output.shape[-1])
-        shelves = self._shelves.setdefault((*shape, output), [])
-        for shelf in shelves:
-            if shelf.fits(blocks):
+        kind = (*shape, output)
+        for shelf in self._shelves:
+            if shelf.kind == kind and shelf.fits(blocks):
                 return shelf
         scores = sum(_size(block) for block in blocks)
         calls = min(_SCORES // scores, _NUMBERS // (scores + values.numel()))
-        taken = {shelf.slot for others in self._shelves.values() for shelf in others}
+        taken = {shelf.slot for shelf in self._shelves}
         slot = next(number for number in count() if number not in taken)
         rooms = [
             self._scratch.take(f"scores {slot} {index}", calls, *block.shape[1:], like=block.key)
             for index, block in enumerate(blocks)
         ]
         kept = self._scratch.take(f"values {slot}", calls, *values.shape[1:], like=values)
-        shelf = _Shelf(
-            slot, [block.seen[0] for block in blocks], rooms, kept, call.temperature, scores + values.numel()
-        )
-        shelves.append(shelf)
+        seen = [block.seen[0] for block in blocks]
+        shelf = _Shelf(slot, kind, seen, rooms, kept, call.temperature, scores + values.numel())
+        self._shelves.append(shelf)
         return shelf
 
     def _empty(self, shelf: _Shelf) -> None:
-        for shelves in self._shelves.values():
-            if shelf in shelves:
-                shelves.remove(shelf)
+        self._shelves.remove(shelf)
         if shelf.sums:
             self._measure(shelf.together())
 

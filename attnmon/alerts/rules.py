@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from attnmon.alerts.base import Rule
+from attnmon.alerts.base import Rule, Signal
 from attnmon.alerts.faults import NonFinite, NotMeasured
 from attnmon.alerts.scores import EntropyCollapse, JacobianBound, ScoreGrowth, SharpTemperature
 from attnmon.alerts.selection import ActiveSet, EntropyRise, SeparabilityLoss, UniformDrift
@@ -72,14 +72,7 @@ class AlertRules:
         """
         measured = tuple(quantities)
         return tuple(
-            {
-                "rule": rule.name,
-                "title": rule.title,
-                "severity": rule.severity,
-                "quantity": signal.quantity,
-                "limit": rule.limits(signal, math.nan)[0],
-                "rises": signal.rises,
-            }
+            {**_about(rule, signal), "limit": rule.limits(signal, math.nan)[0]}
             for rule in self.active()
             for signal in rule.signals(measured)
             if signal.learning is None and not signal.crowd and signal.quantity in measured
@@ -97,14 +90,19 @@ class AlertRules:
         """
         measured = tuple(quantities)
         return tuple(
-            {
-                "rule": rule.name,
-                "title": rule.title,
-                "severity": rule.severity,
-                "quantity": signal.quantity,
-                "rises": signal.rises,
-            }
+            _about(rule, signal)
             for rule in self.active()
             for signal in rule.signals(measured)
             if signal.own_limit and signal.quantity in measured
         )
+
+
+def _about(rule: Rule, signal: Signal) -> dict[str, Any]:
+    """What is to be said of a limit, whatever it is."""
+    return {
+        "rule": rule.name,
+        "title": rule.title,
+        "severity": rule.severity,
+        "quantity": signal.quantity,
+        "rises": signal.rises,
+    }

@@ -12,8 +12,10 @@ __all__ = [
     "QUANTITIES",
     "Quantity",
     "cost_scalars",
+    "counted",
     "image_tag",
     "path_of",
+    "plural",
     "scalar_tag",
     "scalars",
     "short_number",
@@ -165,6 +167,26 @@ BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 def _safe(text: str) -> str:
     """Only characters that every logger takes in a metric's name."""
     return re.sub(r"[^A-Za-z0-9_.\-]+", "_", text).strip("_") or "_"
+
+
+def plural(count: int, word: str) -> str:
+    """The word for so many.
+
+    Example:
+        >>> plural(1, "layer"), plural(2, "layer")
+        ('layer', 'layers')
+    """
+    return word if count == 1 else f"{word}s"
+
+
+def counted(count: int, word: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "layer"), counted(2, "layer")
+        ('1 layer', '2 layers')
+    """
+    return f"{count} {plural(count, word)}"
 
 
 def path_of(quantity: str) -> str:

@@ -6,23 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from attnmon.dashboard.names import counted
 from attnmon.records import UnreadableError
 
-__all__ = ["check_shape", "counted", "number", "run_record", "warnings_record"]
+__all__ = ["check_shape", "number", "run_record", "warnings_record"]
 
 _MOST_PLACES = 10_000  # layers, or heads of one
 _MOST_CELLS = 2**18  # a page that draws more does not answer any longer
 _MOST_STEPS = 2**53
-
-
-def counted(count: int, word: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "layer"), counted(2, "layer")
-        ('1 layer', '2 layers')
-    """
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def number(value: object) -> float | None:

@@ -20,8 +20,9 @@ from tensorboard import errors
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
 from attnmon.dashboard import QUANTITIES
+from attnmon.dashboard.names import counted
 from attnmon.plugin.alarms import find_alarms
-from attnmon.plugin.checks import check_shape, counted, number, run_record, warnings_record
+from attnmon.plugin.checks import check_shape, number, run_record, warnings_record
 from attnmon.plugin.restarts import in_order, of_present
 from attnmon.records import KINDS, PLUGIN, UnreadableError, read_json, tag_of
 

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from attnmon.dashboard.names import BY_NAME, short_number
+from attnmon.dashboard.names import BY_NAME, counted, plural, short_number
 
 __all__ = [
     "NOTHING",
@@ -41,26 +41,6 @@ def esc(text: object) -> str:
         '&lt;b title=&quot;x&quot;&gt;'
     """
     return html.escape(str(text), quote=True)
-
-
-def plural(count: int, word: str) -> str:
-    """The word for so many.
-
-    Example:
-        >>> plural(1, "layer"), plural(2, "layer")
-        ('layer', 'layers')
-    """
-    return word if count == 1 else f"{word}s"
-
-
-def counted(count: int, word: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "layer"), counted(2, "layer")
-        ('1 layer', '2 layers')
-    """
-    return f"{count} {plural(count, word)}"
 
 
 def why_none(quantity: str) -> str:
