@@ -52,7 +52,7 @@ _BIAS = (1 << 20, 512)
 # Largest error, in nats, that a row of the kernel may be estimated to have. The estimates of `_rounding` are high: at
 # this limit no row was found more than 4e-6 away from the materialised computation.
 _TOLERATED = 1.2e-5
-_PILOT_ROWS = 16
+_PILOT_ROWS = 8
 _LEAST_WIDTH = 16  # of a head: `_rounding` was not calibrated below, and came out too small there
 
 
@@ -147,44 +147,41 @@ class _Walk:
         # The scale is put on what is copied anyway: a further copy would cost as much as a pass over it.
         self.scale = call.scale
         self.query = call.query.detach().to(self.dtype).unflatten(1, (kv_heads, heads // kv_heads))
-        self.size = torch.linalg.vector_norm(self.query, dim=-1)  # without the scale
-        self.key = call.key.detach().to(self.dtype).contiguous()
+        self.key = call.key.detach().to(self.dtype)
         self.mask = _by_key_head(call)
         self.offset = call.causal_offset
         self.wanted = wanted
         self.wants_weights = bool((_ENTROPY | {"first_key_weight"}) & wanted)
-        shape = (batch, kv_heads, heads // kv_heads, q_len)
-        self.count, self.entropy, self.first, self.largest = self.query.new_empty(4, *shape)
+        self.shape = (batch, kv_heads, heads // kv_heads, q_len)
+        self.count = self._count()
+        self.entropy, self.first, self.largest = self.query.new_empty(3, *self.shape)
         self.only_hides = torch.ones((), dtype=torch.bool, device=self.device)
         # Below this a weight is no normal number any more, and the vectorised exp falls back to a slow path.
         self.floor = math.ceil(math.log(self.limits.tiny))
 
     def figures(self) -> dict[str, Tensor] | None:
         """All quantities that were wanted, ``(batch, num_kv_heads, group, q_len)``, or None."""
-        if not self._bounded():
+        left = self._every() if self.wants_weights else None
+        reach = None
+        if self.wants_weights and self.key.shape[-1] >= _LEAST_WIDTH and _kernel_works(self.device, self.dtype):
+            left, reach = self._by_kernel()
+        # No score may come near the number that hides a key. False for NaN.
+        if not bool((self._reach() if reach is None else reach) < self.limits.max / 4):
             return None
-        if self.mask is None:  # otherwise the mask is counted where it is read
-            last = torch.arange(self.count.shape[-1], device=self.device) + (self.offset or 0)
-            self.count[:] = self.kv_len if self.offset is None else (last + 1).clamp(0, self.kv_len)
-        every = torch.ones_like(self.count, dtype=torch.bool)
         if "score_max" in self.wanted:
-            self._in_blocks(every, _LARGE_BLOCK[self.device.type], self._largest)
-        if self.wants_weights:
-            left = every
-            if self.key.shape[-1] >= _LEAST_WIDTH and _kernel_works(self.device, self.dtype):
-                left = self._by_kernel()
-            if bool(left.any()):
-                self._in_blocks(left, _BLOCK[self.device.type], self._weights)
+            self._in_blocks(self._every(), _LARGE_BLOCK[self.device.type], self._largest)
+        if left is not None and bool(left.any()):
+            self._in_blocks(left, _BLOCK[self.device.type], self._weights)
         if not bool(self.only_hides):
             return None
-        seen = self.count > 0
+        blind = self.count < 1
         found = {}
         if "score_max" in self.wanted:
-            found["score_max"] = torch.where(seen, self.largest, torch.nan)
+            found["score_max"] = self.largest.masked_fill_(blind, torch.nan)
         if "first_key_weight" in self.wanted:
-            found["first_key_weight"] = torch.where(seen, self.first.clamp_max(1.0), torch.nan)
+            found["first_key_weight"] = self.first.clamp_max_(1.0).masked_fill_(blind, torch.nan)
         if _ENTROPY & self.wanted:
-            entropy = torch.where(seen, self.entropy.clamp_min(0.0).minimum(self.count.log()), torch.nan)
+            entropy = self.entropy.clamp_min_(0.0).minimum(self.count.log()).masked_fill_(blind, torch.nan)
             makers: dict[str, Callable[[], Tensor]] = {
                 "entropy": lambda: entropy,
                 "entropy_normalized": lambda: _normalized(entropy, self.count),
@@ -194,10 +191,25 @@ class _Walk:
             found |= {name: make() for name, make in makers.items() if name in self.wanted}
         return found
 
-    def _bounded(self) -> bool:
-        """Whether all is finite and no score can come near the number that hides a key."""
-        widest = self.size.amax().double() * abs(self.scale) * torch.linalg.vector_norm(self.key, dim=-1).amax()
-        return bool(widest < self.limits.max / 4)  # False for NaN
+    def _count(self) -> Tensor:
+        """How many keys each row sees, broadcastable to ``(batch, num_kv_heads, group, q_len)``.
+
+        Of a mask, which is counted where it is read, there is only room for it.
+        """
+        if self.mask is not None:
+            return self.query.new_empty(self.shape)
+        last = torch.arange(self.shape[-1], device=self.device, dtype=self.dtype)[None, None, None]
+        if self.offset is None:
+            return torch.full_like(last, self.kv_len)
+        return (last + (self.offset + 1)).clamp_(0, self.kv_len)
+
+    def _every(self) -> Tensor:
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device)
+
+    def _reach(self) -> Tensor:
+        """What no score is above, a scalar; NaN if something is not finite."""
+        size = torch.linalg.vector_norm(self.query, dim=-1).amax()
+        return size * abs(self.scale) * torch.linalg.vector_norm(self.key, dim=-1).amax()
 
     # ---- which keys a row sees
 
@@ -237,58 +249,89 @@ class _Walk:
 
     # ---- the kernel
 
-    def _by_kernel(self) -> Tensor:
-        """Entropy and first-key weight of all rows from the fused kernel; True where that is not exact enough."""
+    def _by_kernel(self) -> tuple[Tensor, Tensor | None]:
+        """Entropy and first-key weight of all rows from the fused kernel.
+
+        Returns:
+            ``(batch, num_kv_heads, group, q_len)``: True for the rows of which that is not exact enough. And what no
+            score is above, a scalar, if that was found on the way.
+        """
+        shift, key, widest, usable = self._shifted()
+        if not usable:  # the kernel's time would be lost
+            return self._every(), None
+        lse, size, length, mixed = self.query.new_empty(4, *self.shape)
+        for rows, keys, shown, is_causal in self._strips():
+            bias = None if shown is None else (shown - 1) * (self.limits.max / 2)
+            those = key[:, :, :keys]
+            for group in range(self.shape[2]):
+                at = (slice(None), slice(None), group, rows)
+                query = self.query[at]
+                mean, lse[at] = _attend(query, those, _of_group(bias, group), is_causal)
+                torch.linalg.vector_norm(query, dim=-1, out=size[at])
+                torch.linalg.vector_norm(mean, dim=-1, out=length[at])
+                torch.sum(mean.mul_(query), -1, out=mixed[at])
+                if "first_key_weight" in self.wanted:
+                    hidden = None if self.mask is None else _of_group(shown, group)
+                    self.first[at] = _first_score(query, those, hidden)
+        torch.sub(lse, mixed, out=self.entropy)
+        # A row that sees one key is exact by its bounds; one that sees none has no figure.
+        self.first.sub_(lse).exp_().masked_fill_(self.count == 1, 1.0)
+        exact = self._rounding(size, length, lse, widest[..., None], self.count) <= _TOLERATED  # False for NaN
+        left = exact.logical_or_(self.count <= 1).logical_not_()
+        longest = widest.amax() + torch.linalg.vector_norm(shift, dim=-1).amax() * abs(self.scale)
+        return left, size.amax() * longest
+
+    def _shifted(self) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """Keys less the mean key that the head attends to.
+
+        Returns:
+            That mean key, ``(batch, num_kv_heads, 1, head_dim)``; the shifted keys, times the scale, ``(batch,
+            num_kv_heads, kv_len, head_dim)``; the length of the longest of these, ``(batch, num_kv_heads, 1)``; and
+            False if most rows are not exact enough even so.
+        """
         q_len = self.query.shape[3]
         place = torch.arange(_PILOT_ROWS, device=self.device) * q_len // _PILOT_ROWS
-        pilot = self.query[:, :, :, place].flatten(2, 3) * self.scale
+        query = self.query[:, :, :, place].flatten(2, 3)
+        pilot = query * self.scale
         mean, lse = _attend(pilot, self.key, None, False)  # future and hidden keys do no harm: any shift is right
         shift = mean.mean(2, keepdim=True)
         room = self.scratch.take("shifted keys", *self.key.shape, like=self.key)
         key = torch.sub(self.key, shift, out=room).mul_(self.scale)
         widest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
-        size = self.size[:, :, :, place].flatten(2, 3)
+        size, length = torch.linalg.vector_norm(torch.stack([query, (mean - shift) * self.scale]), dim=-1)
         lse = lse - (pilot * shift).sum(-1)
-        rounding = self._rounding(size, (mean - shift) * self.scale, lse, widest, torch.full_like(lse, self.kv_len))
-        if (rounding > _TOLERATED).double().mean() > 0.5:  # the kernel's time would be lost
-            return torch.ones_like(self.count, dtype=torch.bool)
+        rounding = self._rounding(size, length, lse, widest, torch.full_like(lse[:1, :1, :1], self.kv_len))
+        return shift, key, widest, not bool((rounding > _TOLERATED).double().mean() > 0.5)
 
-        left = torch.empty_like(self.count, dtype=torch.bool)
-        alike = self.mask is None or self.mask.shape[3] == 1
-        whole = alike and self.offset in (None, 0)
+    def _strips(self) -> Iterator[tuple[slice, int, Tensor | None, bool]]:
+        """Rows that one call of the kernel may take.
+
+        Yields:
+            Which rows; how many keys some of them see; which of these keys each sees, as `_shown` has it, None for all;
+            and whether it is the kernel that hides later keys.
+        """
+        q_len = self.query.shape[3]
+        every = (slice(None), slice(None))
+        if (self.mask is None or self.mask.shape[3] == 1) and self.offset in (None, 0):
+            keys = self.kv_len if self.offset is None else min(self.kv_len, q_len)
+            shown = self._shown(every, 0, q_len, keys, keys, None)
+            if shown is not None and self.offset == 0:
+                last = torch.arange(q_len, device=self.device).clamp_max(keys - 1)
+                self.count[:] = shown.cumsum(-1).squeeze(3)[..., last]
+            yield slice(0, q_len), keys, shown, self.offset == 0
+            return
         most, step = _BIAS
         per_row = self.kv_len * (1 if self.mask is None else math.prod(self.mask.shape[:3]))
-        step = q_len if whole else max(1, min(step, most // per_row))
+        step = max(1, min(step, most // per_row))
         for lo in range(0, q_len, step):
             hi = min(lo + step, q_len)
-            if whole:  # the kernel knows this causal limit itself
-                keys = self.kv_len if self.offset is None else min(self.kv_len, q_len)
-                shown = self._shown((slice(None), slice(None)), lo, hi, keys, keys, None)
-                if shown is not None and self.offset == 0:
-                    last = torch.arange(q_len, device=self.device).clamp_max(keys - 1)
-                    self.count[:] = shown.cumsum(-1).squeeze(3)[..., last]
-            else:
-                keys, tail, future = self._causal(lo, hi)
-                shown = self._shown((slice(None), slice(None)), lo, hi, keys, tail, future)
-                if shown is None and future is not None:
-                    shown = F.pad(1 - future, (tail, 0), value=1.0)[None, None, None]
-            bias = None if shown is None else (shown - 1) * (self.limits.max / 2)
-            for group in range(self.query.shape[2]):
-                at = (slice(None), slice(None), group, slice(lo, hi))
-                query = self.query[at]
-                of_group = None if bias is None else bias[:, :, group if bias.shape[2] > 1 else 0]
-                mean, lse = _attend(query, key[:, :, :keys], of_group, whole and self.offset == 0)
-                rounding = self._rounding(self.size[at], mean, lse, widest, self.count[at])
-                left[at] = ~(rounding <= _TOLERATED)  # True for NaN
-                self.entropy[at] = lse - mean.mul_(query).sum(-1)
-                if "first_key_weight" in self.wanted:
-                    self.first[at] = (self._first_score(query, key, shown, group) - lse).exp()
-        # A row that sees one key is exact by its bounds; one that sees none has no figure.
-        self.first.masked_fill_(self.count == 1, 1.0)
-        again: Tensor = left & (self.count > 1)
-        return again
+            keys, tail, future = self._causal(lo, hi)
+            shown = self._shown(every, lo, hi, keys, tail, future)
+            if shown is None and future is not None:
+                shown = F.pad(1 - future, (tail, 0), value=1.0)[None, None, None]
+            yield slice(lo, hi), keys, shown, False
 
-    def _rounding(self, size: Tensor, mean: Tensor, lse: Tensor, widest: Tensor, count: Tensor) -> Tensor:
+    def _rounding(self, size: Tensor, length: Tensor, lse: Tensor, widest: Tensor, count: Tensor) -> Tensor:
         """Estimate of the error of ``lse - query . mean`` (and of a score less `lse`) by rounding, in nats.
 
         Rounding of either term, growth of the error of ``P K`` with the number of terms in it, rounding of the scores.
@@ -298,37 +341,26 @@ class _Walk:
 
         Args:
             size: ``(..., rows)``, length of the queries, without the scale.
-            mean: ``(..., rows, head_dim)``, mean key of each row, times the scale.
+            length: ``(..., rows)``, length of the mean key of each row, times the scale.
             lse: ``(..., rows)``, log-sum-exp of its scores.
             widest: ``(..., 1)``, length of the longest key, times the scale.
             count: ``(..., rows)``, how many keys the row sees.
         """
-        product: Tensor = size * torch.linalg.vector_norm(mean, dim=-1)
-        terms: Tensor = 2 * (1 + lse.abs() + product) + 0.5 * count.sqrt() * product + 0.2 * size * widest
+        product = size * length
+        terms = torch.addcmul(lse.abs().add_(product).add_(1), count.sqrt(), product, value=0.25)
         split = 4 if self.device.type == "cuda" else 1  # there a float32 product is put together from shorter ones
-        return terms * (split * self.limits.eps)
-
-    def _first_score(self, query: Tensor, key: Tensor, shown: Tensor | None, group: int) -> Tensor:
-        """Score of the first visible key of each row of a group, ``(batch, kv_heads, rows)``."""
-        if shown is None or self.mask is None:
-            first = key[:, :, :1]
-            return torch.matmul(query, first.mT).squeeze(-1)
-        index = _first(shown)[:, :, group if shown.shape[2] > 1 else 0]
-        index = index.expand(*key.shape[:2], -1)[..., None]
-        first = key.gather(2, index.expand(*index.shape[:3], key.shape[3]))
-        if first.shape[2] == 1:
-            return torch.matmul(query, first.mT).squeeze(-1)
-        return first.mul_(query).sum(-1)
+        return terms.addcmul_(size, widest, value=0.1).mul_(2 * split * self.limits.eps)
 
     # ---- blocks of scores
 
     def _in_blocks(self, rows: Tensor, block: tuple[int, int], reduce: _Reduce) -> None:
         """Forms the scores of all blocks with some of `rows`, and gives them to `reduce`."""
-        batch, _, group, q_len = self.count.shape
+        batch, kv_heads, group, q_len = self.shape
         most, step = block
         step = min(max(16, step // group), max(1, most // (group * self.kv_len)), q_len)
-        most = min(max(most, group * step * self.kv_len), self.count[0, :, :, :1].numel() * step * self.kv_len)
+        most = min(max(most, group * step * self.kv_len), kv_heads * group * step * self.kv_len)
         buffers = self.query.new_empty(2, most)
+        self.key = self.key.contiguous()  # it is read for each block of rows
         for lo in range(0, q_len, step):
             hi = min(lo + step, q_len)
             needed = rows[..., lo:hi].flatten(2).any(-1).tolist()
@@ -391,6 +423,31 @@ def _runs(needed: Sequence[bool], most: int) -> Iterator[slice]:
             stop += 1
         yield slice(start, stop)
         start = stop
+
+
+def _of_group(mask: Tensor | None, group: int) -> Tensor | None:
+    """A mask by key head for one query head of each: ``(batch or 1, num_kv_heads or 1, rows or 1, keys)``."""
+    return None if mask is None else mask[:, :, group if mask.shape[2] > 1 else 0]
+
+
+def _first_score(query: Tensor, key: Tensor, shown: Tensor | None) -> Tensor:
+    """Score of the first visible key of each row.
+
+    Args:
+        query: ``(batch, heads, rows, head_dim)``.
+        key: ``(batch, heads, n, head_dim)``, scaled.
+        shown: ``(batch or 1, heads or 1, rows or 1, n)``, 1.0 = visible; None: all rows see the first.
+
+    Returns:
+        ``(batch, heads, rows)``.
+    """
+    if shown is None:
+        return torch.matmul(query, key[:, :, :1].mT).squeeze(-1)
+    index = _first(shown).expand(*key.shape[:2], -1)[..., None]
+    first = key.gather(2, index.expand(*index.shape[:3], key.shape[3]))
+    if first.shape[2] == 1:
+        return torch.matmul(query, first.mT).squeeze(-1)
+    return first.mul_(query).sum(-1)
 
 
 def _first(shown: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["distinct", "hide", "hides", "masked_softmax"]
+__all__ = ["broadcast_shape", "distinct", "hide", "hides", "masked_softmax"]
 
 # An additive mask hides a key by a very negative number; which one differs: -inf, the dtype's smallest number, -1e9,
 # -1e4, -100. At -1e4 the weight is exactly zero in every floating dtype. Nearer to zero, what counts is the distance
@@ -35,6 +35,16 @@ def hides(bias: Tensor) -> Tensor:
     return (bias <= _ANYWHERE) | (bias <= bias.amax(dim=-1, keepdim=True) - _BELOW_LARGEST)
 
 
+def broadcast_shape(first: torch.Size, *others: torch.Size) -> torch.Size:
+    """`torch.broadcast_shapes`, which takes longer than many an operation, for shapes that mostly are the same.
+
+    Example:
+        >>> broadcast_shape(torch.Size((2, 1)), torch.Size((3,)))
+        torch.Size([2, 3])
+    """
+    return first if all(other == first for other in others) else torch.broadcast_shapes(first, *others)
+
+
 def distinct(mask: Tensor) -> Tensor:
     """`mask` with size 1 where it repeats itself over rows (heads, as a rule): what is made of it is small."""
     return mask[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])]
@@ -51,7 +61,7 @@ def hide(scores: Tensor, mask: Tensor) -> Tensor:
         >>> hide(torch.tensor([1.0, 2.0]), torch.tensor([True, False]))
         tensor([1., -inf])
     """
-    shape = torch.broadcast_shapes(scores.shape, mask.shape)
+    shape = broadcast_shape(scores.shape, mask.shape)
     mask = distinct(mask)
     if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # there a sum is ten times faster than a choice
         scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -math.inf)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attnmon.capture import _mode, _state, multihead
+from attnmon.masks import broadcast_shape
 from attnmon.types import AttentionCall
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _deliver(
         return
     if query.dim() < 2:
         return
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]) if query.dim() > 3 else ()
+    lead = broadcast_shape(query.shape[:-3], key.shape[:-3], value.shape[:-3]) if query.dim() > 3 else ()
     batch = query.shape[0] if query.dim() == 3 else 1
     for size in lead:
         batch *= size

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from attnmon.masks import broadcast_shape
 from attnmon.metrics._checks import _check_floating, _check_mask, _check_top_n
 from attnmon.metrics._group import _block_elements, _Group
 from attnmon.metrics._selection import _GATHERED, _Block
@@ -50,9 +51,9 @@ def _over_blocks(
         )
     sizes, single = _check_top_n(top_n, n)
     result = torch.promote_types(weights.dtype, vectors.dtype)
-    lead = weights.shape[:-1] if mask is None else torch.broadcast_shapes(weights.shape[:-1], mask.shape[:-1])
+    lead = weights.shape[:-1] if mask is None else broadcast_shape(weights.shape[:-1], mask.shape[:-1])
     try:
-        lead = torch.broadcast_shapes(lead, vectors.shape[:-2])
+        lead = broadcast_shape(lead, vectors.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"Expected `vectors` to broadcast over the rows of `weights`, {tuple(weights.shape[:-1])}, but got leading "

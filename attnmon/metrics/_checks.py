@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmon.masks import distinct, hide
+from attnmon.masks import broadcast_shape, distinct, hide
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def _check_mask(mask: Tensor | None, tensor: Tensor, name: str) -> Tensor | None
             "Convert it, e.g. `mask != 0` for ones and zeros, `mask == 0` for an additive mask."
         )
     try:
-        shape = torch.broadcast_shapes(mask.shape, tensor.shape)
+        shape = broadcast_shape(mask.shape, tensor.shape)
     except RuntimeError:
         shape = torch.Size((-1,))
     if mask.dim() < 1 or shape[-1] != tensor.shape[-1]:
@@ -155,7 +155,7 @@ def _visible_weights(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     if mask is None:
         count = torch.full(weights.shape[:-1], float(weights.shape[-1]), dtype=weights.dtype, device=weights.device)
         return weights, None, count
-    shape = torch.broadcast_shapes(weights.shape, mask.shape)
+    shape = broadcast_shape(weights.shape, mask.shape)
     mask = distinct(mask)
     shown = mask.to(weights.dtype)
     weights = _zeroed(weights, mask, shown).expand(shape)
@@ -180,7 +180,7 @@ def _visible_values(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor
     """Scores with 0 where a key is not visible, which keys are, as 0.0 and 1.0 that broadcast, and their number."""
     scores = _check_floating("scores", scores, "(..., n)", 1)
     mask = _check_mask(mask, scores, "scores")
-    shape = scores.shape if mask is None else torch.broadcast_shapes(scores.shape, mask.shape)
+    shape = scores.shape if mask is None else broadcast_shape(scores.shape, mask.shape)
     mask = None if mask is None else distinct(mask)
     if scores.device.type == "cpu" and bool(scores.sum().isfinite()):  # none is -inf: the mask alone hides keys
         shown = scores.new_ones(shape[-1]) if mask is None else mask.to(scores.dtype)
