@@ -144,7 +144,6 @@ class _Walk:
         self.device = call.query.device
         self.dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
         self.limits = torch.finfo(self.dtype)
-        # The scale is put on what is copied anyway: a further copy would cost as much as a pass over it.
         self.scale = call.scale
         self.query = call.query.detach().to(self.dtype).unflatten(1, (kv_heads, heads // kv_heads))
         self.key = call.key.detach().to(self.dtype)
@@ -198,10 +197,11 @@ class _Walk:
         """
         if self.mask is not None:
             return self.query.new_empty(self.shape)
-        last = torch.arange(self.shape[-1], device=self.device, dtype=self.dtype)[None, None, None]
         if self.offset is None:
-            return torch.full_like(last, self.kv_len)
-        return (last + (self.offset + 1)).clamp_(0, self.kv_len)
+            return self.query.new_full((1, 1, 1, 1), self.kv_len)
+        first = self.offset + 1
+        count = torch.arange(first, first + self.shape[-1], device=self.device, dtype=self.dtype)
+        return count.clamp_(0, self.kv_len).view(1, 1, 1, -1)
 
     def _every(self) -> Tensor:
         return torch.ones(self.shape, dtype=torch.bool, device=self.device)
@@ -259,6 +259,7 @@ class _Walk:
         shift, key, widest, usable = self._shifted()
         if not usable:  # the kernel's time would be lost
             return self._every(), None
+        scale = abs(self.scale)
         lse, size, length, mixed = self.query.new_empty(4, *self.shape)
         for rows, keys, shown, is_causal in self._strips():
             bias = None if shown is None else (shown - 1) * (self.limits.max / 2)
@@ -266,41 +267,44 @@ class _Walk:
             for group in range(self.shape[2]):
                 at = (slice(None), slice(None), group, rows)
                 query = self.query[at]
-                mean, lse[at] = _attend(query, those, _of_group(bias, group), is_causal)
-                torch.linalg.vector_norm(query, dim=-1, out=size[at])
-                torch.linalg.vector_norm(mean, dim=-1, out=length[at])
-                torch.sum(mean.mul_(query), -1, out=mixed[at])
+                mean, lse[at] = _attend(query, those, _of_group(bias, group), is_causal, scale)
+                size[at] = _length(query)
+                length[at] = _length(mean)
+                mixed[at] = mean.mul_(query).transpose(1, 2).sum(-1).transpose(1, 2)
                 if "first_key_weight" in self.wanted:
                     hidden = None if self.mask is None else _of_group(shown, group)
                     self.first[at] = _first_score(query, those, hidden)
-        torch.sub(lse, mixed, out=self.entropy)
+        torch.sub(lse, mixed, alpha=scale, out=self.entropy)
         # A row that sees one key is exact by its bounds; one that sees none has no figure.
-        self.first.sub_(lse).exp_().masked_fill_(self.count == 1, 1.0)
+        self.first.mul_(scale).sub_(lse).exp_().masked_fill_(self.count == 1, 1.0)
+        size.mul_(scale)
         exact = self._rounding(size, length, lse, widest[..., None], self.count) <= _TOLERATED  # False for NaN
         left = exact.logical_or_(self.count <= 1).logical_not_()
-        longest = widest.amax() + torch.linalg.vector_norm(shift, dim=-1).amax() * abs(self.scale)
-        return left, size.amax() * longest
+        # The kernel multiplies by the scale at last.
+        return left, size.amax() * (widest.amax() + _length(shift).amax()) * max(1.0, 1 / scale)
 
     def _shifted(self) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """Keys less the mean key that the head attends to.
+        """Keys less the mean key that the head attends to, with the sign of the scale.
 
         Returns:
-            That mean key, ``(batch, num_kv_heads, 1, head_dim)``; the shifted keys, times the scale, ``(batch,
-            num_kv_heads, kv_len, head_dim)``; the length of the longest of these, ``(batch, num_kv_heads, 1)``; and
-            False if most rows are not exact enough even so.
+            That mean key, ``(batch, num_kv_heads, 1, head_dim)``; the shifted keys, ``(batch, num_kv_heads, kv_len,
+            head_dim)``; the length of the longest of these, ``(batch, num_kv_heads, 1)``; and False if most rows are
+            not exact enough even so.
         """
-        q_len = self.query.shape[3]
-        place = torch.arange(_PILOT_ROWS, device=self.device) * q_len // _PILOT_ROWS
-        query = self.query[:, :, :, place].flatten(2, 3)
-        pilot = query * self.scale
-        mean, lse = _attend(pilot, self.key, None, False)  # future and hidden keys do no harm: any shift is right
+        scale = abs(self.scale)
+        step = -(-self.shape[3] // _PILOT_ROWS)
+        pilot = self.query[:, :, :, ::step].flatten(2, 3)
+        if self.scale < 0:
+            pilot = -pilot
+        mean, lse = _attend(pilot, self.key, None, False, scale)  # future keys do no harm: any shift is right
         shift = mean.mean(2, keepdim=True)
-        room = self.scratch.take("shifted keys", *self.key.shape, like=self.key)
-        key = torch.sub(self.key, shift, out=room).mul_(self.scale)
+        key = self.scratch.take("shifted keys", *self.key.shape, like=self.key)
+        torch.sub(*((self.key, shift) if self.scale > 0 else (shift, self.key)), out=key)
         widest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
-        size, length = torch.linalg.vector_norm(torch.stack([query, (mean - shift) * self.scale]), dim=-1)
+        pilot = pilot * scale
         lse = lse - (pilot * shift).sum(-1)
-        rounding = self._rounding(size, length, lse, widest, torch.full_like(lse[:1, :1, :1], self.kv_len))
+        every = self.query.new_full((), self.kv_len)
+        rounding = self._rounding(_length(pilot), _length(mean - shift), lse, widest, every)
         return shift, key, widest, not bool((rounding > _TOLERATED).double().mean() > 0.5)
 
     def _strips(self) -> Iterator[tuple[slice, int, Tensor | None, bool]]:
@@ -340,10 +344,10 @@ class _Walk:
         0.3 times it as a rule.
 
         Args:
-            size: ``(..., rows)``, length of the queries, without the scale.
-            length: ``(..., rows)``, length of the mean key of each row, times the scale.
+            size: ``(..., rows)``, length of the queries, times the scale.
+            length: ``(..., rows)``, length of the mean key of each row.
             lse: ``(..., rows)``, log-sum-exp of its scores.
-            widest: ``(..., 1)``, length of the longest key, times the scale.
+            widest: ``(..., 1)``, length of the longest key.
             count: ``(..., rows)``, how many keys the row sees.
         """
         product = size * length
@@ -430,23 +434,29 @@ def _of_group(mask: Tensor | None, group: int) -> Tensor | None:
     return None if mask is None else mask[:, :, group if mask.shape[2] > 1 else 0]
 
 
+def _length(vectors: Tensor) -> Tensor:
+    """``(batch, heads, rows, dim)`` to ``(batch, heads, rows)``."""
+    # With rows before heads this takes half as long, however the vectors lie.
+    return torch.linalg.vector_norm(vectors.transpose(1, 2), dim=-1).transpose(1, 2)
+
+
 def _first_score(query: Tensor, key: Tensor, shown: Tensor | None) -> Tensor:
     """Score of the first visible key of each row.
 
     Args:
         query: ``(batch, heads, rows, head_dim)``.
-        key: ``(batch, heads, n, head_dim)``, scaled.
+        key: ``(batch, heads, n, head_dim)``.
         shown: ``(batch or 1, heads or 1, rows or 1, n)``, 1.0 = visible; None: all rows see the first.
 
     Returns:
-        ``(batch, heads, rows)``.
+        ``(batch, heads, rows)``, without the scale.
     """
     if shown is None:
-        return torch.matmul(query, key[:, :, :1].mT).squeeze(-1)
+        return torch.matmul(key[:, :, :1], query.mT).squeeze(-2)  # twice as fast as the other way round
     index = _first(shown).expand(*key.shape[:2], -1)[..., None]
     first = key.gather(2, index.expand(*index.shape[:3], key.shape[3]))
     if first.shape[2] == 1:
-        return torch.matmul(query, first.mT).squeeze(-1)
+        return torch.matmul(first, query.mT).squeeze(-2)
     return first.mul_(query).sum(-1)
 
 
@@ -457,14 +467,15 @@ def _first(shown: Tensor) -> Tensor:
     return (keys - (shown * ramp).amax(-1)).long().clamp_max(keys - 1)
 
 
-def _attend(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Fused attention with the keys as values.
 
     Args:
         query: ``(batch, heads, rows, head_dim)``.
-        key: ``(batch, heads, n, head_dim)``; one of the two is scaled.
+        key: ``(batch, heads, n, head_dim)``.
         bias: Broadcastable to ``(batch, heads, rows, n)``, added to the scores; None for nothing.
         is_causal: Row i sees keys up to i only.
+        scale: Above 0.
 
     Returns:
         The mean key of each row, ``(batch, heads, rows, head_dim)``, and the log-sum-exp of its scores,
@@ -473,7 +484,7 @@ def _attend(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool) ->
     rows, n, head_dim = query.shape[2], key.shape[2], query.shape[3]
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, key, 0.0, is_causal, attn_mask=bias, scale=1.0
+            query, key, key, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return out, lse
     # Rows of queries, keys and bias have to start at multiples of 16 bytes; the log-sum-exp comes padded.
@@ -481,7 +492,7 @@ def _attend(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool) ->
     if bias is not None:
         bias = F.pad(bias, (0, -n % 8))[..., :n].expand(*query.shape[:3], n)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, key, bias, True, 0.0, is_causal, scale=1.0
+        query, key, key, bias, True, 0.0, is_causal, scale=scale
     )
     return out[..., :head_dim], lse[..., :rows]
 
@@ -494,18 +505,18 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
     in blocks.
     """
     wave = torch.arange(2 * 2 * 70 * 12, dtype=torch.float64, device="cpu").sin().view(2, 2, 70, 12)
-    query, key = wave[:, :, :45] * 3, wave.cos()
+    query, key, scale = wave[:, :, :45] * 6, wave.cos(), 0.5
     bias = torch.zeros(1, 1, 1, 70, dtype=torch.float64, device="cpu")
     bias[..., :20] = torch.finfo(dtype).min / 2  # rows below 20 see nothing if causal
     for hidden, is_causal in ((None, False), (None, True), (bias, False), (bias, True)):
-        scores = query @ key.mT
+        scores = query @ key.mT * scale
         scores = scores if hidden is None else scores + hidden
         if is_causal:
             scores = scores.masked_fill(torch.ones(45, 70, dtype=torch.bool, device="cpu").triu(1), -math.inf)
         expected = (scores.softmax(-1) @ key, scores.logsumexp(-1))
         on_device = [None if x is None else x.to(device, dtype) for x in (query, key, hidden)]
         try:
-            found = _attend(on_device[0], on_device[1], on_device[2], is_causal)  # type: ignore[arg-type]
+            found = _attend(on_device[0], on_device[1], on_device[2], is_causal, scale)  # type: ignore[arg-type]
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
             return False
         seen = slice(20, None) if is_causal and hidden is not None else slice(None)
