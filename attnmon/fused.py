@@ -1,19 +1,16 @@
 """Exact entropy, first-key weight and largest score of *every* row of a call, with memory linear in the lengths.
 
-The entropy comes from the fused kernel, called with keys in the place of values: it returns the log-sum-exp and the
-mean key ``P K`` of each row, and ``H_i = lse_i - scale * q_i . (P K)_i``. That is one more forward of the float32 call
-and a few passes over the queries.
+On a CPU the rows are done from their scores, a block of rows at a time in a buffer that fits the cache, as ``H = log Z
++ sum_j p_j (max - s_j)``: all terms are positive and nothing cancels. Nothing of size ``q_len x kv_len`` is ever made.
 
-It is not exact everywhere. Both terms grow with the scores while their difference does not, and the kernel's float32
-product ``P K`` adds many small terms to a large one: rows near one-hot came out 5e-5 nats off. Three things keep the
-error below a few 1e-6. The keys are first shifted by the mean key that the head attends to, which changes no weight
-and makes both terms small for all rows that look where the others look (a sink). The rounding that is left is
-estimated for each row. And where the estimate is too large, the rows are done again from their scores, a block of rows
-at a time in a buffer that fits the cache, as ``H = log Z + sum_j p_j (max - s_j)``: all terms are positive and nothing
-cancels. The last of these is exact for every row and quicker than the kernel on one thread, but it is made of many
-small operations, and threads that share their cores with others lose much time between them.
-
-The largest score is found in such blocks, too: no kernel returns it. Nothing of size ``q_len x kv_len`` is ever made.
+On a GPU the entropy comes from the fused kernel, called with keys in the place of values: it returns the log-sum-exp
+and the mean key ``P K`` of each row, and ``H_i = lse_i - scale * q_i . (P K)_i``. That is one more forward of the
+float32 call and a few passes over the queries. It is not exact everywhere: both terms grow with the scores while their
+difference does not, and the kernel's float32 product ``P K`` adds many small terms to a large one. Three things keep
+the error below a few 1e-6. The keys are first shifted by the mean key that the head attends to, which changes no
+weight and makes both terms small for all rows that look where the others look (a sink). The rounding that is left is
+estimated for each row. And where the estimate is too large, the rows are done again in blocks. The largest score is
+found in such blocks, too: no kernel returns it.
 
 Beside `attnmon.rows` this is the second place where query meets key, under the same rules: float32 (float64 if the
 model is), heads grouped by the key head they read.
@@ -41,11 +38,14 @@ BASES = _ENTROPY | {"first_key_weight", "score_max"}
 """Quantities that `fused_rows` knows."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Scores of a block, in elements, and its rows: few, so that a causal block holds little above its diagonal, but enough
-# for an efficient product. What makes several passes over a block needs it in the second-level caches of a few cores;
-# what makes two gains more from fewer operations; a GPU has to be filled by one block.
-_BLOCK = {"cpu": (1 << 19, 64), "cuda": (1 << 22, 128)}
-_LARGE_BLOCK = {"cpu": (1 << 22, 128), "cuda": (1 << 24, 128)}
+# Where blocks of scores take longer than the kernel: a GPU has to be filled by one operation, and its memory is slow
+# beside its arithmetic.
+_KERNEL = frozenset({"cuda"})
+# Scores of a block, in elements, and its rows: few, so that a causal block holds little above its diagonal, and so few
+# that it stays in the second-level caches of a few cores, but enough for an efficient product. Where all that is made
+# of a block is its largest score, it gains more from fewer operations.
+_BLOCK = {"cpu": (1 << 19, 128), "cuda": (1 << 22, 128)}
+_LARGE_BLOCK = {"cuda": (1 << 24, 128)}
 # The kernel's own mask, where a mask or a causal limit differs from row to row: elements and rows.
 _BIAS = (1 << 20, 512)
 
@@ -53,6 +53,7 @@ _BIAS = (1 << 20, 512)
 # this limit no row was found more than 4e-6 away from the materialised computation.
 _TOLERATED = 1.2e-5
 _PILOT_ROWS = 8
+_LEAST_ROWS = 32  # of a block, whatever the size of a group
 _LEAST_WIDTH = 16  # of a head: `_rounding` was not calibrated below, and came out too small there
 
 
@@ -153,24 +154,31 @@ class _Walk:
         self.wants_weights = bool((_ENTROPY | {"first_key_weight"}) & wanted)
         self.shape = (batch, kv_heads, heads // kv_heads, q_len)
         self.count = self._count()
-        self.entropy, self.first, self.largest = self.query.new_empty(3, *self.shape)
+        # Of each row: a sum of weights, that of these times logarithms, the first key's weight, and the largest score.
+        self.total, self.mixed, self.first, self.largest = self.query.new_empty(4, *self.shape)
+        self.futures: dict[tuple[int, int, int], Tensor] = {}
         self.only_hides = torch.ones((), dtype=torch.bool, device=self.device)
         # Below this a weight is no normal number any more, and the vectorised exp falls back to a slow path.
         self.floor = math.ceil(math.log(self.limits.tiny))
 
     def figures(self) -> dict[str, Tensor] | None:
         """All quantities that were wanted, ``(batch, num_kv_heads, group, q_len)``, or None."""
-        left = self._every() if self.wants_weights else None
-        reach = None
-        if self.wants_weights and self.key.shape[-1] >= _LEAST_WIDTH and _kernel_works(self.device, self.dtype):
+        kind = self.device.type
+        left: Tensor | None = None  # of all rows the weights are still to be measured
+        reach: Tensor | None = None
+        if self.wants_weights and kind in _KERNEL and self._kernel_suits():
             left, reach = self._by_kernel()
-        # No score may come near the number that hides a key. False for NaN.
-        if not bool((self._reach() if reach is None else reach) < self.limits.max / 4):
+        longest = float(self._reach() if reach is None else reach)
+        if not longest < self.limits.max / 4:  # near the number that hides a key, or NaN
             return None
-        if "score_max" in self.wanted:
-            self._in_blocks(self._every(), _LARGE_BLOCK[self.device.type], self._largest)
-        if left is not None and bool(left.any()):
-            self._in_blocks(left, _BLOCK[self.device.type], self._weights)
+        self.far = 2 * longest > -self.floor
+        largest: list[_Reduce] = [self._largest] if "score_max" in self.wanted else []
+        weights: list[_Reduce] = [self._weights] if self.wants_weights and (left is None or bool(left.any())) else []
+        if kind in _KERNEL:
+            self._in_blocks(None, _LARGE_BLOCK[kind], largest)
+            self._in_blocks(left, _BLOCK[kind], weights)
+        else:
+            self._in_blocks(None, _BLOCK[kind], largest + weights)
         if not bool(self.only_hides):
             return None
         blind = self.count < 1
@@ -178,9 +186,10 @@ class _Walk:
         if "score_max" in self.wanted:
             found["score_max"] = self.largest.masked_fill_(blind, torch.nan)
         if "first_key_weight" in self.wanted:
-            found["first_key_weight"] = self.first.clamp_max_(1.0).masked_fill_(blind, torch.nan)
+            found["first_key_weight"] = self.first.div_(self.total).clamp_max_(1.0).masked_fill_(blind, torch.nan)
         if _ENTROPY & self.wanted:
-            entropy = self.entropy.clamp_min_(0.0).minimum(self.count.log()).masked_fill_(blind, torch.nan)
+            entropy = self.total.log().sub_(self.mixed.div_(self.total)).clamp_min_(0.0)
+            entropy = entropy.minimum(self.count.log()).masked_fill_(blind, torch.nan)
             makers: dict[str, Callable[[], Tensor]] = {
                 "entropy": lambda: entropy,
                 "entropy_normalized": lambda: _normalized(entropy, self.count),
@@ -196,20 +205,17 @@ class _Walk:
         Of a mask, which is counted where it is read, there is only room for it.
         """
         if self.mask is not None:
-            return self.query.new_empty(self.shape)
+            return torch.empty(self.shape, device=self.device, dtype=self.dtype)
         if self.offset is None:
-            return self.query.new_full((1, 1, 1, 1), self.kv_len)
+            return torch.full((1, 1, 1, 1), self.kv_len, device=self.device, dtype=self.dtype)
         first = self.offset + 1
         count = torch.arange(first, first + self.shape[-1], device=self.device, dtype=self.dtype)
-        return count.clamp_(0, self.kv_len).view(1, 1, 1, -1)
-
-    def _every(self) -> Tensor:
-        return torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return count.clamp_(0, self.kv_len)[None, None, None]
 
     def _reach(self) -> Tensor:
         """What no score is above, a scalar; NaN if something is not finite."""
-        size = torch.linalg.vector_norm(self.query, dim=-1).amax()
-        return size * abs(self.scale) * torch.linalg.vector_norm(self.key, dim=-1).amax()
+        reach: Tensor = _length(self.query.flatten(1, 2)).amax() * abs(self.scale) * _length(self.key).amax()
+        return reach
 
     # ---- which keys a row sees
 
@@ -219,11 +225,14 @@ class _Walk:
             return self.kv_len, self.kv_len, None
         keys = min(self.kv_len, max(1, hi + self.offset))
         tail = min(keys, max(0, lo + self.offset + 1))
-        last = torch.arange(lo, hi, device=self.device) + self.offset
         if tail == keys:
             return keys, tail, None
-        future = torch.arange(tail, keys, device=self.device) > last[:, None]
-        return keys, tail, future.to(self.dtype)
+        kind = (hi - lo, keys - tail, lo + self.offset - tail)  # the same for most blocks
+        if kind not in self.futures:
+            rows, columns, first = kind
+            last = torch.arange(first, first + rows, device=self.device)
+            self.futures[kind] = (torch.arange(columns, device=self.device) > last[:, None]).to(self.dtype)
+        return keys, tail, self.futures[kind]
 
     def _shown(
         self, heads: tuple[slice, slice], lo: int, hi: int, keys: int, tail: int, future: Tensor | None
@@ -249,16 +258,19 @@ class _Walk:
 
     # ---- the kernel
 
-    def _by_kernel(self) -> tuple[Tensor, Tensor | None]:
+    def _kernel_suits(self) -> bool:
+        return self.key.shape[-1] >= _LEAST_WIDTH and _kernel_works(self.device, self.dtype)
+
+    def _by_kernel(self) -> tuple[Tensor | None, Tensor | None]:
         """Entropy and first-key weight of all rows from the fused kernel.
 
         Returns:
-            ``(batch, num_kv_heads, group, q_len)``: True for the rows of which that is not exact enough. And what no
-            score is above, a scalar, if that was found on the way.
+            ``(batch, num_kv_heads, group, q_len)``: True for the rows of which that is not exact enough; None for all.
+            And what no score is above, a scalar, if that was found on the way.
         """
         shift, key, widest, usable = self._shifted()
         if not usable:  # the kernel's time would be lost
-            return self._every(), None
+            return None, None
         scale = abs(self.scale)
         lse, size, length, mixed = self.query.new_empty(4, *self.shape)
         for rows, keys, shown, is_causal in self._strips():
@@ -274,7 +286,8 @@ class _Walk:
                 if "first_key_weight" in self.wanted:
                     hidden = None if self.mask is None else _of_group(shown, group)
                     self.first[at] = _first_score(query, those, hidden)
-        torch.sub(lse, mixed, alpha=scale, out=self.entropy)
+        self.total.fill_(1.0)
+        torch.sub(mixed.mul_(scale), lse, out=self.mixed)
         # A row that sees one key is exact by its bounds; one that sees none has no figure.
         self.first.mul_(scale).sub_(lse).exp_().masked_fill_(self.count == 1, 1.0)
         size.mul_(scale)
@@ -357,21 +370,25 @@ class _Walk:
 
     # ---- blocks of scores
 
-    def _in_blocks(self, rows: Tensor, block: tuple[int, int], reduce: _Reduce) -> None:
-        """Forms the scores of all blocks with some of `rows`, and gives them to `reduce`."""
+    def _in_blocks(self, rows: Tensor | None, block: tuple[int, int], reduce: Sequence[_Reduce]) -> None:
+        """Forms the scores of all blocks with some of `rows`, None for all, and gives them to each of `reduce`."""
+        if not reduce:
+            return
         batch, kv_heads, group, q_len = self.shape
         most, step = block
-        step = min(max(16, step // group), max(1, most // (group * self.kv_len)), q_len)
+        step = min(max(_LEAST_ROWS, step // group), max(1, most // (group * self.kv_len)), q_len)
         most = min(max(most, group * step * self.kv_len), kv_heads * group * step * self.kv_len)
-        buffers = self.query.new_empty(2, most)
+        buffers = [self.scratch.take(name, most, like=self.query) for name in ("block", "weights of block")]
         self.key = self.key.contiguous()  # it is read for each block of rows
+        every = [[True] * kv_heads] * batch
         for lo in range(0, q_len, step):
             hi = min(lo + step, q_len)
-            needed = rows[..., lo:hi].flatten(2).any(-1).tolist()
+            needed = every if rows is None else rows[..., lo:hi].flatten(2).any(-1).tolist()
             if not any(map(any, needed)):
                 continue
             keys, tail, future = self._causal(lo, hi)
             chunk = max(1, most // (group * (hi - lo) * keys))  # key heads
+            chunk = -(-kv_heads // -(-kv_heads // chunk))  # as many in each
             for b in range(batch):
                 shown: Tensor | None = None
                 for heads in _runs(needed[b], chunk):
@@ -379,17 +396,18 @@ class _Walk:
                         shown = self._shown((slice(b, b + 1), heads), lo, hi, keys, tail, future)
                     at = (b, heads, slice(None), slice(lo, hi))
                     query = self.query[at]
-                    size = (query.shape[0], group * (hi - lo), keys)
-                    scores, other = (buffer[: math.prod(size)].view(size) for buffer in buffers)
-                    torch.bmm(query.reshape(*size[:2], -1) * self.scale, self.key[b, heads, :keys].mT, out=scores)
-                    shape = (size[0], group, hi - lo, keys)
+                    shape = (*query.shape[:3], keys)
+                    scores, other = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+                    query = query.reshape(shape[0], -1, query.shape[-1]) * self.scale
+                    torch.bmm(query, self.key[b, heads, :keys].mT, out=scores.view(*query.shape[:2], keys))
                     visible = None if shown is None else shown[0]
-                    reduce(at, scores.view(shape), other.view(shape), visible, tail, future)
+                    for measure in reduce:
+                        measure(at, scores, other, visible, tail, future)
 
     def _largest(
         self, at: _Rows, scores: Tensor, other: Tensor, shown: Tensor | None, tail: int, future: Tensor | None
     ) -> None:
-        """The largest absolute score of a block's rows; ``scores (heads, group, rows, keys)`` is overwritten."""
+        """Largest absolute score of a block's rows; in ``scores (heads, group, rows, keys)`` hidden ones become 0."""
         # 0 where a key is not visible: the largest absolute value of the others is not below it.
         if shown is not None:
             torch.mul(scores, shown, out=scores)
@@ -405,14 +423,20 @@ class _Walk:
         if shown is not None:
             scores += (shown - 1) * (self.limits.max / 2)
         elif future is not None:
-            scores[..., tail:] += future * (self.limits.min / 2)
-        below = scores.sub_(scores.amax(-1, keepdim=True)).clamp_min_(self.floor)
+            scores[..., tail:].add_(future, alpha=self.limits.min / 2)
+        below = scores.sub_(scores.amax(-1, keepdim=True))
+        if self.far or shown is not None:
+            below.clamp_min_(self.floor)
+        elif future is not None:
+            below[..., tail:].clamp_min_(self.floor)
         terms = torch.exp(below, out=other)
-        total = terms.sum(-1)
+        torch.sum(terms, -1, out=self.total[at])
         if "first_key_weight" in self.wanted:
-            index = torch.zeros_like(total[..., None], dtype=torch.long) if shown is None else _first(shown)[..., None]
-            self.first[at] = terms.gather(-1, index.expand(*terms.shape[:-1], 1)).squeeze(-1) / total
-        self.entropy[at] = total.log() - below.mul_(terms).sum(-1) / total
+            if shown is None:
+                self.first[at] = terms[..., 0]
+            else:
+                self.first[at] = terms.gather(-1, _first(shown)[..., None].expand(*terms.shape[:-1], 1)).squeeze(-1)
+        torch.sum(below.mul_(terms), -1, out=self.mixed[at])
 
 
 def _runs(needed: Sequence[bool], most: int) -> Iterator[slice]:
@@ -437,7 +461,8 @@ def _of_group(mask: Tensor | None, group: int) -> Tensor | None:
 def _length(vectors: Tensor) -> Tensor:
     """``(batch, heads, rows, dim)`` to ``(batch, heads, rows)``."""
     # With rows before heads this takes half as long, however the vectors lie.
-    return torch.linalg.vector_norm(vectors.transpose(1, 2), dim=-1).transpose(1, 2)
+    length: Tensor = torch.linalg.vector_norm(vectors.transpose(1, 2), dim=-1)
+    return length.transpose(1, 2)
 
 
 def _first_score(query: Tensor, key: Tensor, shown: Tensor | None) -> Tensor:

@@ -68,26 +68,43 @@ def check(call: AttentionCall, *, entropy: float = 1e-5) -> dict[str, torch.Tens
     return rows
 
 
+def by_kernel(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(fused, "_KERNEL", {"cpu"})
+    monkeypatch.setattr(fused, "_LARGE_BLOCK", {"cpu": (1 << 22, 128)})
+
+
 def in_small_blocks(monkeypatch):
     """Blocks so small that rows, sequences and heads are all split."""
     monkeypatch.setitem(fused._BLOCK, "cpu", (700, 16))
-    monkeypatch.setitem(fused._LARGE_BLOCK, "cpu", (700, 16))
+    monkeypatch.setattr(fused, "_LARGE_BLOCK", {"cpu": (700, 16)})
+    monkeypatch.setattr(fused, "_LEAST_ROWS", 4)
     monkeypatch.setattr(fused, "_BIAS", (700, 16))
 
 
-@pytest.fixture(params=["kernel", "kernel_in_blocks", "scores_in_blocks", "some"])
+@pytest.fixture(params=["kernel", "kernel_in_blocks", "scores", "scores_in_blocks", "some"])
 def blocks(request, monkeypatch):
-    """Rows from the fused kernel alone, from their scores alone, and some from each."""
-    monkeypatch.setattr(fused, "_LEAST_WIDTH", 1)  # the heads here are small
-    if request.param != "kernel":
+    """Rows from the fused kernel alone (as on a GPU), from their scores alone (as on a CPU), and some from each."""
+    if not request.param.startswith("scores"):
+        by_kernel(monkeypatch)
+        monkeypatch.setattr(fused, "_LEAST_WIDTH", 1)  # the heads here are small
+    if request.param.endswith("blocks") or request.param == "some":
         in_small_blocks(monkeypatch)
-    if request.param == "scores_in_blocks":
-        monkeypatch.setattr(fused, "_kernel_works", lambda device, dtype: False)
+    if request.param.startswith("scores"):
+        pass
     elif request.param == "some":
         monkeypatch.setattr(fused, "_TOLERATED", 2.5e-6)
     else:
         monkeypatch.setattr(fused, "_TOLERATED", math.inf)
         monkeypatch.setattr(fused._Walk, "_weights", None)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def device_kind(request, monkeypatch):
+    """The way of a CPU, and that of a GPU with all it decides by itself."""
+    if request.param == "gpu":
+        by_kernel(monkeypatch)
+    return request.param
 
 
 def random_mask(*shape: int, share: float = 0.6) -> torch.Tensor:
@@ -210,6 +227,7 @@ def test_few_keys_and_queries(q_len, kv_len):
         assert (rows["first_key_weight"] == 1).all()
 
 
+@pytest.mark.usefixtures("device_kind")
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("causal", [None, 0])
 def test_large_scores_are_as_exact_as_in_float64(causal, small, monkeypatch):
@@ -225,7 +243,7 @@ def test_large_scores_are_as_exact_as_in_float64(causal, small, monkeypatch):
     assert ((rows["first_key_weight"] - exact["first_key_weight"]).abs() <= rounding).all()
 
 
-def test_sinks_and_one_hot_rows(monkeypatch):
+def test_sinks_and_one_hot_rows(device_kind, monkeypatch):
     """The first key far above the rest: what the fused kernel's own product loses (5e-5 nats) is kept."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 1024, 16, generator=generator) / 8
@@ -238,10 +256,11 @@ def test_sinks_and_one_hot_rows(monkeypatch):
     assert (exact["first_key_weight"] > 0.999).float().mean() > 0.1
     assert (rows["entropy"] - exact["entropy"]).abs().max() < 5e-6
     assert (rows["first_key_weight"] - exact["first_key_weight"]).abs().max() < 5e-6
-    with monkeypatch.context() as patch:  # the kernel by itself, to see that the case is one
-        patch.setattr(fused, "_TOLERATED", math.inf)
-        alone = fused_rows(call, ["entropy"])
-    assert (alone["entropy"] - exact["entropy"]).abs().max() > 1e-5
+    if device_kind == "gpu":
+        with monkeypatch.context() as patch:  # the kernel by itself, to see that the case is one
+            patch.setattr(fused, "_TOLERATED", math.inf)
+            alone = fused_rows(call, ["entropy"])
+        assert (alone["entropy"] - exact["entropy"]).abs().max() > 1e-5
     one_hot = check(dataclasses.replace(call, query=query * 0 + key[:, :, :1]))
     assert one_hot["entropy"].max() < 1e-30
     assert (one_hot["first_key_weight"] == 1).all()
@@ -249,6 +268,7 @@ def test_sinks_and_one_hot_rows(monkeypatch):
     assert elsewhere["first_key_weight"].max() < 1e-30
 
 
+@pytest.mark.usefixtures("device_kind")
 def test_uniform_rows():
     call = make_call(causal_offset=0, query=torch.zeros(2, 4, 70, 8))
     rows = check(call)
@@ -258,6 +278,7 @@ def test_uniform_rows():
     assert (rows["score_max"] == 0).all()
 
 
+@pytest.mark.usefixtures("device_kind")
 @pytest.mark.parametrize("name", ["query", "key"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 def test_rows_that_are_not_finite_are_left_to_the_caller(name, value):
@@ -288,6 +309,7 @@ BIAS = torch.randn(1, 4, 70, 70, generator=torch.Generator().manual_seed(1))
     ],
     ids=["softcap", "bias", "key_bias", "constant", "nan", "uint8", "short", "int64", "meta", "no_query", "no_key"],
 )
+@pytest.mark.usefixtures("device_kind")
 @pytest.mark.parametrize("causal", [None, 0])
 def test_what_is_not_covered(changes, causal):
     call = make_call(causal_offset=causal, **changes)
@@ -295,6 +317,7 @@ def test_what_is_not_covered(changes, causal):
     assert fused_rows(call, ["entropy"]) is None
 
 
+@pytest.mark.usefixtures("device_kind")
 def test_other_quantities_are_not_covered():
     assert covers(make_call(), [])
     assert fused_rows(make_call(), []) == {}
@@ -303,6 +326,7 @@ def test_other_quantities_are_not_covered():
         assert fused_rows(make_call(), ["entropy", name]) is None
 
 
+@pytest.mark.usefixtures("device_kind")
 def test_neither_gradients_nor_autocast_reach_inside():
     call = make_call(causal_offset=0)
     plain = fused_rows(call, ALL)
@@ -344,6 +368,7 @@ def random_rows(kind: str, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return query, key
 
 
+@pytest.mark.usefixtures("device_kind")
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("kind", ["normal", "common", "small_sink", "big_sink", "low_rank", "heavy", "opposed"])
@@ -379,10 +404,11 @@ class Largest(TorchDispatchMode):
 LENGTH = 2048
 
 
+@pytest.mark.usefixtures("device_kind")
 @pytest.mark.parametrize("form", ["causal", "keys", "bool", "float", "heads"])
 def test_no_tensor_has_two_sequence_dimensions(form, monkeypatch):
     monkeypatch.setitem(fused._BLOCK, "cpu", (1 << 17, 64))
-    monkeypatch.setitem(fused._LARGE_BLOCK, "cpu", (1 << 17, 64))
+    monkeypatch.setattr(fused, "_LARGE_BLOCK", {"cpu": (1 << 17, 64)})
     monkeypatch.setattr(fused, "_BIAS", (1 << 17, 512))
     heads, kv_heads = 4, 2
     mask = {
