@@ -154,7 +154,8 @@ class _Walk:
         self.wants_weights = bool((_ENTROPY | {"first_key_weight"}) & wanted)
         self.shape = (batch, kv_heads, heads // kv_heads, q_len)
         self.count = self._count()
-        # Of each row: a sum of weights, that of these times logarithms, the first key's weight, and the largest score.
+        # Of each row, with weights relative to any one number: their sum, that of weight times logarithm of the weight,
+        # the first key's, and, apart from these, the largest score.
         self.total, self.mixed, self.first, self.largest = self.query.new_empty(4, *self.shape)
         self.futures: dict[tuple[int, int, int], Tensor] = {}
         self.only_hides = torch.ones((), dtype=torch.bool, device=self.device)
