@@ -95,9 +95,9 @@ class AttentionMonitor(pl.Callback):
             equally likely to be drawn, so the mean over rows is an unbiased estimate of that over all of them; its
             standard error (``snapshot.errors``) falls with the square root of the number of rows, or faster. With
             ``"all"``, and no other ``quantities`` than entropy (in all its forms), first-key weight and largest
-            score, and ``alerts=False``, every row is measured without its weights being formed, in memory linear in
-            the length; all else is done in chunks of at most 32 MiB of float32 scores and a few times that beside. On a
-            CPU, rows of several layers wait for each other where they are few: up to 100 MB.
+            score, and ``alerts=False``, every row is measured in one pass and in memory linear in the length; all
+            else is done in chunks of at most 32 MiB of float32 scores and a few times that beside. On a CPU, rows of
+            several layers wait for each other where they are few: up to 100 MB.
         sequences: Most sequences of a batch that are looked at, drawn at random. How far they differ from each other
             is an error of its own, which falls with the square root of their number, is 0 where all are looked at,
             and is not part of ``snapshot.errors``. Where they differ in length the mean over some is a ratio
