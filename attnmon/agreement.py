@@ -35,6 +35,7 @@ def contradicts(own: Tensor, rows: Rows, recomputed: Tensor, largest: Tensor, si
         ``(batch,)`` bool.
     """
     error = (own.to(recomputed.dtype) - recomputed).abs().amax(dim=-1)
+    error = torch.where(error.isnan() & recomputed.isfinite().all(dim=-1), torch.inf, error)  # the module's own NaN
     usable = rows.finite & (rows.weight > 0)[:, None]
     size = size.repeat_interleave(rows.num_heads // size.shape[1], dim=1)
     # The larger the scores, the more of them is lost to rounding before the softmax sees it.

@@ -11,13 +11,17 @@ __all__ = ["broadcast_shape", "distinct", "hide", "hides", "masked_softmax"]
 
 # An additive mask hides a key by a very negative number; which one differs: -inf, the dtype's smallest number, -1e9,
 # -1e4, -100. At -1e4 the weight is exactly zero in every floating dtype. Nearer to zero, what counts is the distance
-# from the row's largest bias: exp(-88) is below float32's smallest normal number.
+# from the row's largest bias: exp(-88) is below float32's smallest normal number. But a bias that falls with the
+# distance of the key gets there, too, and hides nothing: so there has to be a gap.
 _ANYWHERE = -1e4
 _BELOW_LARGEST = 88.0
+_NEAR_LARGEST = 44.0
 
 
 def hides(bias: Tensor) -> Tensor:
-    """Which keys an additive mask hides.
+    """Which keys an additive mask hides: by -1e4 or less, or beyond a gap, 88 or more below the row's largest entry.
+
+    A gap is where no entry of the row lies between 44 and 88 below the largest.
 
     Args:
         bias: ``(..., n)``, added to the scaled scores. A NaN hides nothing: it spoils the row, and that is reported.
@@ -32,7 +36,10 @@ def hides(bias: Tensor) -> Tensor:
     """
     if bias.shape[-1] == 0:
         return bias <= _ANYWHERE
-    return (bias <= _ANYWHERE) | (bias <= bias.amax(dim=-1, keepdim=True) - _BELOW_LARGEST)
+    largest = bias.amax(dim=-1, keepdim=True)
+    far = bias <= largest - _BELOW_LARGEST
+    gap = (far | (bias >= largest - _NEAR_LARGEST)).all(dim=-1, keepdim=True)
+    return (bias <= _ANYWHERE) | (far & gap)
 
 
 def broadcast_shape(first: torch.Size, *others: torch.Size) -> torch.Size:

@@ -558,8 +558,9 @@ class Monitor:
             )
         elif wanted:
             reasons.append(
-                f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it inside a "
-                "compiled function or as another, compiled module than the one that is watched (with `watch`: pass the "
+                f"no attention call was seen from {_shorten(wanted)}: the step did not run the model, ran it without "
+                "gradients (`watch` reads training passes; source='probe' others), ran it inside a compiled function "
+                "or as another, compiled module than the one that is watched (with `watch`: pass the "
                 "compiled module, or call `look(batch)` before the step; anywhere: source='probe'), or the model "
                 "computes its weights by hand"
             )

@@ -48,6 +48,7 @@ class RowSampler:
     """
 
     def __init__(self, rows: int | str, sequences: int, key: object) -> None:
+        self.key = key
         self.rows = rows
         self.sequences = sequences
         self.generator = torch.Generator("cpu").manual_seed(random.Random(str(key)).getrandbits(63))

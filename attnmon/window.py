@@ -67,7 +67,8 @@ class Window:
         self.rerun = False
         self._measurer = Measurer(options.columns, sampler.generator)
         self._pool = RowPool(self._measure_together, self._measurer.scratch)
-        self._checked = RowSampler(_CHECKED_ROWS, sampler.sequences, "agreement")
+        # others at each step: what is wrong in a few rows of every step is found in time
+        self._checked = RowSampler(_CHECKED_ROWS, sampler.sequences, (sampler.key, "agreement"))
         self._wanted = wanted
         self._unsummed: list[tuple[LayerSums, Tensor, Tensor]] = []
         self._trained: set[str] = set()  # layers of which a call with gradients was seen
@@ -198,8 +199,9 @@ class Window:
         size = value_size(first.values)
         batches = formed(chain([first], blocks), self._measurer.scratch)
         for part in self._measurer.measure(batches, temperature=call.temperature, vectors=carried):
-            sums.add_rows(part.values, part.rows.weight)
-            sums.add_nonfinite((~part.rows.finite & (part.rows.weight > 0)[:, None]).sum(dim=(0, 2)))
+            spoiled = ~part.rows.finite  # also by -inf, which the figures themselves take for a hidden key
+            sums.add_rows(part.values.masked_fill(spoiled, torch.nan), part.rows.weight)
+            sums.add_nonfinite((spoiled & (part.rows.weight > 0)[:, None]).sum(dim=(0, 2)))
             if call.output is not None:
                 own = own_rows(call.output, part.rows)
                 sums.add_mismatch(contradicts(own, part.rows, part.output, part.largest, size).any())

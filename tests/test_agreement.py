@@ -62,6 +62,15 @@ def test_rows_that_see_nothing_say_nothing():
         assert verdict(dataclasses.replace(call, output=output))
 
 
+def test_nan_that_the_arguments_do_not_give_is_a_contradiction():
+    call = make_call(torch.float32)
+    output, value = call.output.clone(), call.value.clone()
+    output[1] = torch.nan
+    assert verdict(dataclasses.replace(call, output=output))
+    value[1] = torch.nan
+    assert not verdict(dataclasses.replace(call, output=output, value=value))
+
+
 @pytest.mark.parametrize("size", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_short_way_says_what_the_long_one_says(dtype, size, monkeypatch):

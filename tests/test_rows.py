@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from attnmon.masks import masked_softmax
+from attnmon.masks import hides, masked_softmax
 from attnmon.rows import RowSampler, all_rows, row_batches, take_rows
 from attnmon.types import AttentionCall
 
@@ -137,6 +137,29 @@ def test_nan_in_an_additive_mask_is_not_taken_for_hidden():
     (batch,) = row_batches(make_call(attn_mask=mask), RowSampler("all", 4, 0))
     assert not batch.finite[:, :, 4].any()
     assert batch.finite[:, :, 5].all()
+
+
+NEAR = [0.0, -3.0, -40.0]
+FAR = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("bias", "hidden"),
+    [
+        ([0.0, -100.0, -100.0], [False, True, True]),
+        ([5.0, -2.0, -95.0, -102.0], [False, False, True, True]),  # a position bias with a mask on top
+        ([-0.5 * distance for distance in range(300)], [False] * 300),  # a bias that falls with the distance
+        ([*NEAR, -60.0, -100.0], [False] * 5),
+        ([*NEAR, -60.0, -100.0, -1e4, FAR, -torch.inf], [False] * 5 + [True] * 3),
+        ([*NEAR, -100.0, FAR], [False] * 3 + [True] * 2),
+        ([-100.0, -100.0], [False, False]),
+        ([FAR, FAR], [True, True]),
+        ([torch.nan, 0.0, -100.0], [False, False, False]),
+    ],
+)
+def test_what_hides_in_an_additive_mask(bias, hidden):
+    """A bias that reaches far without a gap is a bias, however small the weights that it leaves."""
+    assert hides(torch.tensor([bias, bias[::-1]])).tolist() == [hidden, hidden[::-1]]
 
 
 class TestPositions:

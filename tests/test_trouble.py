@@ -163,6 +163,64 @@ class TestTrouble:
             del AttentionInterface._global_mapping["sharpened"]
             del AttentionMaskInterface._global_mapping["sharpened"]
 
+    @pytest.mark.parametrize("arguments", [{}, {"rows": "all", "alerts": False, "quantities": ["entropy"]}])
+    def test_a_row_that_goes_wrong_again_and_again_is_found(self, arguments):
+        """Every row is compared where it is drawn, or some at each step: others each time."""
+
+        def one_row(module, query, key, value, attention_mask, **kwargs):
+            output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+            shifted = output.clone()
+            shifted[:, 10] += 1
+            return shifted, None
+
+        AttentionInterface.register("one_row", one_row)
+        AttentionMaskInterface.register("one_row", sdpa_mask)
+        try:
+            model, batches = tiny_gpt2(), token_batches(30)
+            model.set_attn_implementation("one_row")
+            found = []
+            with warnings.catch_warnings(), watch(model, 1, **arguments) as monitor:
+                warnings.simplefilter("ignore")
+                for batch in batches:
+                    model(**batch).loss.backward()
+                    found.append(monitor.step() is None)
+            assert any(found)
+        finally:
+            del AttentionInterface._global_mapping["one_row"]
+            del AttentionMaskInterface._global_mapping["one_row"]
+
+    @pytest.mark.parametrize(
+        "arguments", [{"top_n": (1, 5)}, {"quantities": ["entropy"]}, {"rows": 24, "top_n": (1, 5)}]
+    )
+    def test_scores_of_minus_infinity_leave_their_rows_out(self, arguments):
+        """A score is no mask, whatever it is."""
+
+        class Overflowing(nn.Module):
+            def __init__(self, seen: int):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(()))
+                self.seen = seen
+
+            def forward(self, x):
+                key = x.clone()
+                key[:, :, 12, 0] = torch.inf
+                q, k, v = (one[:, :, : self.seen] for one in (x * self.weight, key, x))
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def run(seen):
+            model = Overflowing(seen)
+            with watch(model, 1, strict=True, alerts=False, **({"rows": "all"} | arguments)) as monitor:
+                model(x).sum().backward()
+                return monitor.step()
+
+        x = torch.randn(2, 3, 24, 8, generator=torch.Generator().manual_seed(0))
+        found, expected = run(24), run(12)
+        assert (x[:, :, 12:, 0] < 0).any()
+        assert found.nonfinite[0] == [24, 24, 24]
+        assert found.rows_used == expected.rows_used
+        for name, layers in expected.values.items():
+            np.testing.assert_allclose(found.values[name][0], layers[0], rtol=1e-6, err_msg=name)
+
     @pytest.mark.parametrize("in_place", [False, True])
     def test_a_compiled_model_is_read_by_a_second_pass_and_by_a_probe(self, in_place):
         model, batches = NanoModel(), token_batches(3)
