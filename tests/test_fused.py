@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmon import fused
-from attnmon.fused import BASES, covers, fused_rows
+from attnmon.fused import BASES, covers, fused_rows, kernel
+from attnmon.fused import blocks as blocks_of_scores
 from attnmon.masks import masked_softmax
 from attnmon.metrics import entropy_statistics, first_key_weight, score_max
 from attnmon.rows import all_rows
@@ -78,8 +79,9 @@ def in_small_blocks(monkeypatch):
     """Blocks so small that rows, sequences and heads are all split."""
     monkeypatch.setitem(fused._BLOCK, "cpu", (700, 16))
     monkeypatch.setattr(fused, "_LARGE_BLOCK", {"cpu": (700, 16)})
-    monkeypatch.setattr(fused, "_LEAST_ROWS", 4)
-    monkeypatch.setattr(fused, "_BIAS", (700, 16))
+    monkeypatch.setattr(blocks_of_scores, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(kernel, "_BIAS", (700, 16))
+    monkeypatch.setattr(fused, "_READ", 700)
 
 
 @pytest.fixture(params=["kernel", "kernel_in_blocks", "scores", "scores_in_blocks", "some"])
@@ -87,16 +89,16 @@ def blocks(request, monkeypatch):
     """Rows from the fused kernel alone (as on a GPU), from their scores alone (as on a CPU), and some from each."""
     if not request.param.startswith("scores"):
         by_kernel(monkeypatch)
-        monkeypatch.setattr(fused, "_LEAST_WIDTH", 1)  # the heads here are small
+        monkeypatch.setattr(kernel, "_LEAST_WIDTH", 1)  # the heads here are small
     if request.param.endswith("blocks") or request.param == "some":
         in_small_blocks(monkeypatch)
     if request.param.startswith("scores"):
         pass
     elif request.param == "some":
-        monkeypatch.setattr(fused, "_TOLERATED", 2.5e-6)
+        monkeypatch.setattr(kernel, "_TOLERATED", 2.5e-6)
     else:
-        monkeypatch.setattr(fused, "_TOLERATED", math.inf)
-        monkeypatch.setattr(fused._Walk, "_weights", None)
+        monkeypatch.setattr(kernel, "_TOLERATED", math.inf)
+        monkeypatch.setattr(fused, "weights", None)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -258,7 +260,7 @@ def test_sinks_and_one_hot_rows(device_kind, monkeypatch):
     assert (rows["first_key_weight"] - exact["first_key_weight"]).abs().max() < 5e-6
     if device_kind == "gpu":
         with monkeypatch.context() as patch:  # the kernel by itself, to see that the case is one
-            patch.setattr(fused, "_TOLERATED", math.inf)
+            patch.setattr(kernel, "_TOLERATED", math.inf)
             alone = fused_rows(call, ["entropy"])
         assert (alone["entropy"] - exact["entropy"]).abs().max() > 1e-5
     one_hot = check(dataclasses.replace(call, query=query * 0 + key[:, :, :1]))
@@ -409,7 +411,8 @@ LENGTH = 2048
 def test_no_tensor_has_two_sequence_dimensions(form, monkeypatch):
     monkeypatch.setitem(fused._BLOCK, "cpu", (1 << 17, 64))
     monkeypatch.setattr(fused, "_LARGE_BLOCK", {"cpu": (1 << 17, 64)})
-    monkeypatch.setattr(fused, "_BIAS", (1 << 17, 512))
+    monkeypatch.setattr(kernel, "_BIAS", (1 << 17, 512))
+    monkeypatch.setattr(fused, "_READ", 1 << 17)
     heads, kv_heads = 4, 2
     mask = {
         "causal": None,
