@@ -223,7 +223,7 @@ class Window:
                     sums.add_mismatch(its)
 
     def _add_fused(self, call: AttentionCall, sums: LayerSums) -> bool:
-        """Adds every row without forming the weights, if what is wanted and what the call is like allow for that."""
+        """Adds every row in memory linear in the length, if what is wanted and what the call is like allow for that."""
         bases = [column.base for column in self.options.columns]
         if not set(bases) <= fused.BASES:
             return False

@@ -63,8 +63,8 @@ def by_kernel(walk: Walk, wants_first: bool) -> tuple[Tensor | None, Tensor | No
             length[at] = norms(mean)
             mixed[at] = mean.mul_(query).transpose(1, 2).sum(-1).transpose(1, 2)
             if wants_first:
-                hidden = None if walk.mask is None else _of_group(shown, group)
-                walk.first[at] = _first_score(query, those, hidden)
+                visible = None if walk.mask is None else _of_group(shown, group)
+                walk.first[at] = _first_score(query, those, visible)
     walk.total.fill_(1.0)
     torch.sub(mixed.mul_(scale), lse, out=walk.mixed)
     # A row that sees one key is exact by its bounds; one that sees none has no figure.
