@@ -44,6 +44,7 @@ class RowSampler:
     length are looked at, the mean is a ratio estimate with the small bias of these.
 
     Attributes:
+        key: What identifies the draw.
         generator: The source of these draws, for whatever else of this step needs one.
     """
 

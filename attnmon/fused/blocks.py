@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmon.fused.walk import Walk, first_visible
+from attnmon.scratch import Scratch
 
 __all__ = ["Reduce", "in_blocks", "largest", "weights"]
 
@@ -36,7 +37,9 @@ def in_blocks(walk: Walk, rows: Tensor | None, block: tuple[int, int], reduce: S
     most, step = block
     step = min(max(_LEAST_ROWS, step // group), max(1, most // (group * walk.kv_len)), q_len)
     most = min(max(most, group * step * walk.kv_len), kv_heads * group * step * walk.kv_len)
-    buffers = [walk.scratch.take(name, most, like=walk.query) for name in ("block", "weights of block")]
+    # A GPU's own allocator hands memory out again; what the scratch holds stays until the step is over.
+    scratch = walk.scratch if walk.device.type == "cpu" else Scratch()
+    buffers = [scratch.take(name, most, like=walk.query) for name in ("block", "weights of block")]
     walk.key = walk.key.contiguous()  # it is read for each block of rows
     every = [[True] * kv_heads] * batch
     for lo in range(0, q_len, step):
