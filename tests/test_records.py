@@ -109,7 +109,7 @@ def test_a_writer_without_a_way_in_is_left_alone(snapshot):
     class Bare:
         def add_scalar(self) -> None: ...
 
-    tab = TabWriter(Bare())  # type: ignore[arg-type]
+    tab = TabWriter(Bare())
     assert not tab.available
     assert tab.write(snapshot) == 0
 

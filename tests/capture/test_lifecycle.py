@@ -338,7 +338,7 @@ def test_checkpointed_forward_counts_once(name, reentrant, ids):
 
 
 @pytest.mark.parametrize("name", ["sdpa", "own", "both"])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore", "error:attnmon")  # the compiler has its own to say
 def test_compiled_model_is_left_alone(name, ids):
     from torch._dynamo.utils import counters
 
@@ -366,7 +366,7 @@ def test_compiled_model_is_left_alone(name, ids):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore", "error:attnmon")  # the compiler has its own to say
 def test_model_compiled_in_part(in_place, ids, trace):
     from torch._dynamo.utils import counters
 

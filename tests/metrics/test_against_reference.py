@@ -316,7 +316,7 @@ def test_selection_in_float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Non
     """The form that runs on CUDA, where no entry is looked for and computed again."""
     import attnmon.metrics._blocks as module
 
-    def block(weights, vectors, sizes, mask, fields, result):  # type: ignore[no-untyped-def]
+    def block(weights, vectors, sizes, mask, fields, result):
         group = module._Group(vectors.double(), direct=False)
         made = module._Block(weights.double(), group, mask, sizes)
         return {k: torch.where(made.defined, v, torch.nan).to(result) for k, v in fields(made).items()}

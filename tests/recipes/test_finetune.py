@@ -101,7 +101,7 @@ def test_loss_is_that_of_the_next_token() -> None:
 
 def test_only_matrices_decay_and_every_parameter_is_trained() -> None:
     model = CausalLM(**TINY, weight_decay=0.3)
-    decayed, plain = model.configure_optimizers()["optimizer"].param_groups  # type: ignore[typeddict-item, attr-defined]
+    decayed, plain = model.configure_optimizers()["optimizer"].param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in plain["params"]} == {1}
@@ -121,7 +121,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_file: Pat
 def test_report_without_a_snapshot() -> None:
     console = Console(file=io.StringIO())
     report(console, AttentionMonitor())
-    assert "no snapshot" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "no snapshot" in console.file.getvalue()
 
 
 # -- AttentionMonitor in YAML -------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def judged(task: str = "", change: Change | None = None) -> dict[str, str]:
     if change is not None:
         values = {name: value.copy() for name, value in analysis.tables[task].values.items()}
         change(values)
-        analysis.tables[task] = table(dict(analysis.tables[task].axes), values)  # type: ignore[index]
+        analysis.tables[task] = table(dict(analysis.tables[task].axes), values)
     return {f"{f.figure}: {f.claim}": f.status for f in judge(analysis, criticals_of(analysis))}
 
 
